@@ -1,0 +1,26 @@
+"""Settings of the exchange of rows between ranks."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class PayloadConfig:
+    """What rows are sent as: model (the activation dtype) or mxfp8."""
+
+    dispatch: str = "model"
+    combine: str = "model"
+    dispatch_grad: str = "model"
+    combine_grad: str = "model"
+
+
+@dataclass
+class CommsConfig:
+    # auto | collective | symm_mem | nvshmem
+    backend: str = "auto"
+    payload: PayloadConfig = field(default_factory=PayloadConfig)
+    # Rows a rank can receive in one dispatch, as a multiple of its own tokens; null means the worst case.
+    capacity: float | None = None
+    # Token chunks that are pipelined through dispatch, experts and combine.
+    chunks: int = 1
+    # Thread blocks that move rows; null means chosen by size.
+    num_ctas: int | None = None

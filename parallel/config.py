@@ -1,0 +1,26 @@
+"""Settings of the parallel layout and of what is applied around it."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ParallelConfig:
+    """Sizes of the mesh axes; their product must be the number of processes."""
+
+    dp_replicate: int = 1
+    # -1 means: all ranks that the other axes leave.
+    dp_shard: int = -1
+    cp: int = 1
+    # The part of cp done by all-to-all over heads; the rest is a ring.
+    ulysses: int = 1
+    tp: int = 1
+    # Experts are spread over ep ranks, borrowed from dp_shard x cp (x tp).
+    ep: int = 1
+    etp: int = 1
+    # none | native | inductor
+    async_tp: str = "none"
+    # none | selective | full
+    activation_checkpoint: str = "none"
+    compile: bool = False
+    # A collective that takes longer than this brings the run down with the waiting rank's name.
+    timeout_seconds: int = 600

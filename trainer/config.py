@@ -1,0 +1,182 @@
+"""The schema of a run: Hydra structured configs, one dataclass per group.
+
+Names here are what scripts, sweeps and users rely on: once released they only grow.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from comms.config import CommsConfig
+from parallel.config import ParallelConfig
+from trainer.models.config import ModelConfig
+
+
+@dataclass
+class RunConfig:
+    # [A-Za-z0-9._-]+; null means SLUICEGATE_RUN_ID, SLURM_JOB_ID or TORCHELASTIC_RUN_ID, else a new one.
+    id: str | None = None
+    root: str = "runs"
+    seed: int = 0
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 1000
+    # Stop once this many tokens are trained on (rounded up to a whole step); null means steps alone decides.
+    max_tokens: int | None = None
+    # Batch sizes are in sequences; accumulation is derived.
+    global_batch_size: int = 8
+    micro_batch_size: int = 1
+    seq_len: int = 1024
+    log_every: int = 10
+    # 0 means: only at the end.
+    eval_every: int = 0
+    # Only evaluate the checkpoint named by checkpoint.resume or checkpoint.init_from, then stop.
+    eval_only: bool = False
+    # Text continued and printed at the end of the run; null means no sample.
+    sample_prompt: str | None = None
+
+
+@dataclass
+class PrecisionConfig:
+    # bf16 | fp32 | fp64 | mxfp8 | fp8_blockwise
+    recipe: str = "bf16"
+    # Dense linears that take the recipe too: patterns over module names.
+    linears: list[str] = field(default_factory=list)
+
+
+@dataclass
+class SourceConfig:
+    # text (file globs) | huggingface (a local data set folder or hub name) | tokens (shards of scripts/tokenize_text.py) | sft (prompt/response JSONL)
+    kind: str = "text"
+    # Glob, folder or name; a list is taken together.
+    paths: list[str] = field(default_factory=list)
+    weight: float = 1.0
+    # Globs of files left out of `paths`.
+    exclude: list[str] = field(default_factory=list)
+    # huggingface: split and text column.
+    split: str = "train"
+    column: str = "text"
+    # sft: the JSON fields.
+    prompt_field: str = "prompt"
+    response_field: str = "response"
+
+
+@dataclass
+class DataConfig:
+    # Named training sources; sampled in proportion to their weights.
+    train: dict[str, SourceConfig] = field(default_factory=dict)
+    # Named held-out sets, each evaluated on its own.
+    eval: dict[str, SourceConfig] = field(default_factory=dict)
+    # Sequences per evaluation set; 0 means the whole set.
+    eval_samples: int = 0
+    # A folder or file in Hugging Face `tokenizers` format, or `train` to train a byte-level BPE on the text sources.
+    tokenizer: str = "train"
+    # Vocabulary of a tokenizer that is trained.
+    tokenizer_vocab_size: int = 4096
+    # Tokens, caches and trained tokenizers are kept here, once per node.
+    cache_dir: str = "${oc.env:SLUICEGATE_CACHE,.cache/sluicegate}"
+    # error | skip
+    invalid_utf8: str = "error"
+    # Documents packed into one sequence do not attend to each other and their positions restart.
+    document_mask: bool = True
+    # Steps of batches prepared ahead of time.
+    prefetch: int = 2
+
+
+@dataclass
+class OptimConfig:
+    # adamw | sgd
+    name: str = "adamw"
+    lr: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    # cosine | linear | wsd | constant
+    schedule: str = "cosine"
+    warmup_steps: int = 100
+    # Final learning rate as a part of lr.
+    min_lr_ratio: float = 0.1
+    # wsd: the part of all steps spent decaying.
+    decay_ratio: float = 0.2
+
+
+@dataclass
+class CheckpointConfig:
+    # auto | never | PATH of a step folder or a run folder
+    resume: str = "auto"
+    # Steps between checkpoints; 0 means only at the end.
+    every: int = 500
+    keep_last: int = 3
+    # A checkpoint whose weights (alone) this run starts from.
+    init_from: str | None = None
+    export_hf: bool = False
+    # Write in the background while training goes on.
+    asynchronous: bool = True
+
+
+@dataclass
+class WandbConfig:
+    # disabled | offline | online
+    mode: str = "disabled"
+    project: str = "sluicegate"
+    entity: str | None = None
+    name: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class LoggingConfig:
+    # auto (a progress bar on a terminal) | plain | none
+    console: str = "auto"
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass
+class GuardConfig:
+    # A non-finite loss or gradient: stop | skip (the update is skipped) 
+    nonfinite: str = "stop"
+    # skip: stop after this many skipped updates in a row.
+    max_skipped: int = 3
+
+
+@dataclass
+class ProfileConfig:
+    # Steps profiled by torch.profiler, counted from start; 0 means none.
+    steps: int = 0
+    start: int = 10
+
+
+@dataclass
+class DebugConfig:
+    # Deterministic algorithms everywhere; slower.
+    deterministic: bool = False
+
+
+@dataclass
+class ClusterConfig:
+    # A description of the hardware for estimates (MFU, plans); it changes nothing in the run.
+    name: str = "auto"
+    gpus_per_node: int | None = None
+    # Dense bf16 peak of one device; null means looked up by the card's name.
+    peak_tflops: float | None = None
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    comms: CommsConfig = field(default_factory=CommsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    experiment: Any = None
