@@ -1,0 +1,178 @@
+"""The router: which experts each token goes to, and with what weight. One pure function, `route`.
+
+    logits = x W^T + b                       in fp32 at least, whatever the dtype of x
+    scores = softmax(logits) | sigmoid(logits)
+    choice = top-k of (scores + expert_bias), inside the best groups if routing is group-limited
+    weight = scores[choice], optionally divided by their sum, times route_scale
+
+The expert bias moves the choice and nothing else: the weights come from the unbiased scores. Ties go to the lowest
+expert id, so equal scores give equal routing on every device. Tokens that are padding, and pairs above the capacity,
+have id -1 and weight 0: no later step needs to know why.
+
+Shapes: T tokens on this rank (B sequences of S tokens, row-major), D model dim, E experts, K experts per token,
+G expert groups.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.config import MoEConfig
+
+NO_EXPERT = -1
+# Keeps a sum of sigmoid scores that all underflowed to zero from dividing zero by zero.
+SIGMOID_EPS = 1e-20
+
+
+class Routing(NamedTuple):
+    """The result of `route`. Floating tensors are fp32 (fp64 for fp64 input) and differentiable."""
+
+    # (T, K) int64; NO_EXPERT for padding tokens and for pairs dropped by capacity.
+    topk_ids_TK: Tensor
+    # (T, K) combine weights; 0 where the id is NO_EXPERT.
+    topk_weights_TK: Tensor
+    # (T, E) probabilities: each row adds up to 1 (softmax), or each entry is in (0, 1) (sigmoid).
+    scores_TE: Tensor
+    # (T, E)
+    logits_TE: Tensor
+    # int64 scalar: pairs dropped by capacity.
+    dropped: Tensor
+    # (T, K) int64, the choice before capacity (padding is NO_EXPERT): what balancing must count, because counts cut
+    # at the capacity no longer tell how overloaded an expert is. The same tensor as topk_ids_TK when dropless.
+    chosen_ids_TK: Tensor
+
+
+def validate_routing(config: MoEConfig) -> None:
+    """Raises ValueError, naming field and value, for settings that no router can follow."""
+    E, K, G = config.num_experts, config.top_k, config.num_groups
+    if not 1 <= K <= E:
+        raise ValueError(f"model.moe.top_k={K} must be between 1 and model.moe.num_experts={E}")
+    if G < 1 or E % G != 0:
+        raise ValueError(f"model.moe.num_groups={G} must divide model.moe.num_experts={E}")
+    if not 1 <= config.top_groups <= G:
+        raise ValueError(f"model.moe.top_groups={config.top_groups} must be between 1 and model.moe.num_groups={G}")
+    if config.top_groups * (E // G) < K:
+        raise ValueError(
+            f"model.moe.top_groups={config.top_groups} groups of {E // G} experts hold fewer than "
+            f"model.moe.top_k={K} experts; raise top_groups to at least {-(-K * G // E)}"
+        )
+    if config.capacity_factor is not None and not config.capacity_factor > 0:
+        raise ValueError(f"model.moe.capacity_factor={config.capacity_factor} must be above 0, or null for dropless")
+    _check_choice("score_function", config.score_function, ("softmax", "sigmoid"))
+    _check_choice("group_score", config.group_score, ("max", "top2_sum"))
+
+
+def route(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    config: MoEConfig,
+    *,
+    expert_bias_E: Tensor | None = None,
+    token_mask_T: Tensor | None = None,
+    seq_len: int,
+) -> Routing:
+    """Chooses `config.top_k` experts for each of T tokens.
+
+    `bias_E` is a learned term of the linear map; `expert_bias_E` is the balancing bias, used for the choice alone.
+    `token_mask_T` is False at padding. Capacity is counted within each sequence of `seq_len` tokens, so what a
+    sequence drops does not depend on its neighbours in the batch or on the layout.
+
+    Raises:
+        ValueError: T is not a multiple of `seq_len`.
+    """
+    if x_TD.shape[0] % seq_len != 0:
+        raise ValueError(f"{x_TD.shape[0]} tokens are not a whole number of sequences of seq_len={seq_len}")
+    logits_TE = _router_logits(x_TD, weight_ED, bias_E, token_mask_T)
+    scores_TE = torch.softmax(logits_TE, dim=-1) if config.score_function == "softmax" else torch.sigmoid(logits_TE)
+    with torch.no_grad():
+        ids_TK = _choose(logits_TE, scores_TE, expert_bias_E, config)
+        chosen_ids_TK = ids_TK if token_mask_T is None else ids_TK.masked_fill(~token_mask_T[:, None], NO_EXPERT)
+        kept_ids_TK = _drop_above_capacity(chosen_ids_TK, seq_len, config)
+        dropped = ((chosen_ids_TK >= 0) & (kept_ids_TK < 0)).sum()
+    # ids_TK, not kept_ids_TK: a gather needs legal ids, and dropping a pair does not raise the others' weights.
+    weights_TK = _combine_weights(logits_TE, scores_TE, ids_TK, config)
+    weights_TK = torch.where(kept_ids_TK >= 0, weights_TK, 0.0)
+    return Routing(kept_ids_TK, weights_TK, scores_TE, logits_TE, dropped, chosen_ids_TK)
+
+
+def expert_capacity(config: MoEConfig, seq_len: int) -> int:
+    """Pairs of one sequence that one expert takes: ceil(capacity_factor * seq_len * K / E)."""
+    assert config.capacity_factor is not None
+    # Rounded first: in binary 1.1 * 10 is a little above 11, and its ceiling would be 12.
+    return math.ceil(round(config.capacity_factor * seq_len * config.top_k / config.num_experts, 6))
+
+
+def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, token_mask_T: Tensor | None) -> Tensor:
+    if token_mask_T is not None:
+        # Whatever padding rows hold (NaN even), they must reach neither the scores nor the gradient of the weight.
+        x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
+    dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+    bias_E = None if bias_E is None else bias_E.to(dtype)
+    return torch.nn.functional.linear(x_TD.to(dtype), weight_ED.to(dtype), bias_E)
+
+
+def _choose(logits_TE: Tensor, scores_TE: Tensor, expert_bias_E: Tensor | None, config: MoEConfig) -> Tensor:
+    """(T, K) expert ids, best first."""
+    if config.force_balance:
+        return _balanced_ids(logits_TE.shape[0], config, logits_TE.device)
+    if expert_bias_E is not None:
+        scores_TE = scores_TE + expert_bias_E.to(scores_TE.dtype)
+    elif config.num_groups == 1:
+        # Same order as the scores, without the ties of scores that underflowed or saturated.
+        scores_TE = logits_TE
+    if config.num_groups > 1:
+        scores_TE = _mask_other_groups(scores_TE, config)
+    return _stable_topk(scores_TE, config.top_k)
+
+
+def _balanced_ids(num_tokens: int, config: MoEConfig, device: torch.device) -> Tensor:
+    pairs = torch.arange(num_tokens * config.top_k, device=device)
+    return (pairs % config.num_experts).view(num_tokens, config.top_k)
+
+
+def _mask_other_groups(scores_TE: Tensor, config: MoEConfig) -> Tensor:
+    """Sets the scores outside each token's best `top_groups` groups to -inf."""
+    T, E = scores_TE.shape
+    G = config.num_groups
+    grouped = scores_TE.view(T, G, E // G)
+    num_best = 1 if config.group_score == "max" else min(2, E // G)
+    group_scores_TG = grouped.topk(num_best, dim=-1).values.sum(dim=-1)
+    best = _stable_topk(group_scores_TG, config.top_groups)
+    eligible_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter(1, best, True)
+    return grouped.masked_fill(~eligible_TG[:, :, None], -math.inf).view(T, E)
+
+
+def _stable_topk(scores: Tensor, k: int) -> Tensor:
+    """Indices of the k largest, the lowest index first among equals (`torch.topk` promises no order of ties)."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def _combine_weights(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, config: MoEConfig) -> Tensor:
+    if config.score_function == "softmax" and config.normalize_topk:
+        # p_i / sum(p) over the chosen, from the logits: no division, and no 0 / 0 when the chosen scores underflow.
+        return torch.softmax(logits_TE.gather(1, ids_TK), dim=-1) * config.route_scale
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if config.normalize_topk:
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + SIGMOID_EPS)
+    return weights_TK * config.route_scale
+
+
+def _drop_above_capacity(ids_TK: Tensor, seq_len: int, config: MoEConfig) -> Tensor:
+    """Replaces by NO_EXPERT each pair that finds its expert full; earlier tokens of the sequence come first."""
+    if config.capacity_factor is None:
+        return ids_TK
+    T, E = ids_TK.shape[0], config.num_experts
+    # Column E collects the pairs without expert.
+    slot_TK = torch.where(ids_TK >= 0, ids_TK, E)
+    taken = torch.zeros(T, E + 1, dtype=torch.int64, device=ids_TK.device).scatter(1, slot_TK, 1)
+    position = taken.view(-1, seq_len, E + 1).cumsum(dim=1).view(T, E + 1)
+    fits_TK = position.gather(1, slot_TK) <= expert_capacity(config, seq_len)
+    return torch.where(fits_TK, ids_TK, NO_EXPERT)
+
+
+def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"model.moe.{field}={value} must be one of {', '.join(choices)}")
