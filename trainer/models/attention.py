@@ -1,0 +1,130 @@
+"""Grouped-query attention and multi-head latent attention: the linear maps, norms and rotations around the softmax.
+
+The softmax itself is `self.inner`, an InnerAttention given at construction and replaced by context parallelism. Head
+counts are read from the activations, never from the config, so that a map cut by tensor parallelism still fits.
+
+MLA (DeepSeek-V2, arXiv:2405.04434) keeps keys and values as one low-rank row per token: queries and keys are split
+into a part without position and a part with RoPE, and the rotated key is shared by all heads.
+
+Shapes: B batch, S sequence, D model dim, H query heads, G key/value heads, C head dim (N without position + R with),
+V head dim of the values, L low rank of keys and values.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from trainer.models.config import AttentionConfig, ModelConfig
+from trainer.models.inner_attention import InnerAttention, SequencePlan
+from trainer.models.rope import apply_rotary, rotary_tables, softmax_scale
+
+# The low-rank norms of every published MLA model use this, whatever the model's norm_eps (Moonlight's is 1e-5).
+_LATENT_NORM_EPS = 1e-6
+
+
+def build_attention(config: ModelConfig, layer: int) -> nn.Module:
+    """The attention of block number `layer`. Raises ValueError for an unknown `attention.kind`."""
+    kinds = {"gqa": GroupedQueryAttention, "mla": LatentAttention}
+    if config.attention.kind not in kinds:
+        raise ValueError(f"model.attention.kind={config.attention.kind!r} is not known; choose gqa or mla")
+    return kinds[config.attention.kind](config, layer)
+
+
+def layer_window(config: AttentionConfig, layer: int) -> int:
+    """The sliding window of block number `layer`; 0 means none."""
+    if config.sliding_window_layers not in ("all", "even"):
+        raise ValueError(
+            f"model.attention.sliding_window_layers={config.sliding_window_layers!r} is not known; choose all or even"
+        )
+    used = config.sliding_window_layers == "all" or layer % 2 == 0
+    return config.sliding_window if used else 0
+
+
+class GroupedQueryAttention(nn.Module):
+    """H query heads that share G heads of keys and values; optional qk-norm, biases, sinks and sliding window."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        attention, D = config.attention, config.dim
+        self.rope = config.rope
+        self.qk_norm = attention.qk_norm
+        self.head_dim = C = attention.head_dim
+        H, G = attention.num_heads, attention.num_kv_heads
+        if H % G:
+            raise ValueError(f"model.attention.num_heads={H} is not a multiple of num_kv_heads={G}")
+        self.wq = nn.Linear(D, H * C, bias=attention.bias)
+        self.wk = nn.Linear(D, G * C, bias=attention.bias)
+        self.wv = nn.Linear(D, G * C, bias=attention.bias)
+        self.wo = nn.Linear(H * C, D, bias=attention.bias)
+        self.q_norm = _qk_norm(attention, H, config.norm_eps)
+        self.k_norm = _qk_norm(attention, G, config.norm_eps)
+        self.sinks = nn.Parameter(torch.empty(H)) if attention.sinks else None
+        self.inner = InnerAttention(C**-0.5, layer_window(attention, layer))
+
+    def forward(self, x_BSD: Tensor, plan: SequencePlan) -> Tensor:
+        """(B, S, D) -> (B, S, D)."""
+        q_BSHC = self._heads(self.wq(x_BSD), self.q_norm)
+        k_BSGC = self._heads(self.wk(x_BSD), self.k_norm)
+        v_BSGC = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        cos, sin = rotary_tables(plan.positions_BS, self.head_dim, self.rope)
+        q_BSHC = apply_rotary(q_BSHC, cos, sin, interleaved=self.rope.interleaved)
+        k_BSGC = apply_rotary(k_BSGC, cos, sin, interleaved=self.rope.interleaved)
+        return self.wo(self.inner(q_BSHC, k_BSGC, v_BSGC, self.sinks, plan).flatten(2))
+
+    def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Splits a projection into heads and normalises it: over all heads together, or each by itself."""
+        if norm is not None and self.qk_norm == "full":
+            return norm(x).unflatten(-1, (-1, self.head_dim))
+        x = x.unflatten(-1, (-1, self.head_dim))
+        return x if norm is None else norm(x)
+
+
+def _qk_norm(config: AttentionConfig, num_heads: int, eps: float) -> nn.Module | None:
+    if config.qk_norm == "none":
+        return None
+    if config.qk_norm not in ("head", "full"):
+        raise ValueError(f"model.attention.qk_norm={config.qk_norm!r} is not known; choose none, head or full")
+    heads = num_heads if config.qk_norm == "full" else 1
+    return nn.RMSNorm(heads * config.head_dim, eps=eps)
+
+
+class LatentAttention(nn.Module):
+    """MLA in its training form: keys and values are expanded from the low rank for all heads."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        attention, D, H = config.attention, config.dim, config.attention.num_heads
+        if attention.sinks or attention.qk_norm != "none":
+            raise ValueError("model.attention.kind=mla has neither sinks nor qk_norm; set sinks=false and qk_norm=none")
+        self.rope = config.rope
+        self.nope_dim, self.rope_dim = attention.qk_nope_head_dim, attention.qk_rope_head_dim
+        self.v_dim, self.kv_rank, self.q_rank = attention.v_head_dim, attention.kv_lora_rank, attention.q_lora_rank
+        C = self.nope_dim + self.rope_dim
+        if self.q_rank > 0:
+            self.wq_a = nn.Linear(D, self.q_rank, bias=attention.bias)
+            self.q_norm = nn.RMSNorm(self.q_rank, eps=_LATENT_NORM_EPS)
+            self.wq_b = nn.Linear(self.q_rank, H * C, bias=False)
+        else:
+            self.wq = nn.Linear(D, H * C, bias=False)
+        self.wkv_a = nn.Linear(D, self.kv_rank + self.rope_dim, bias=attention.bias)
+        self.kv_norm = nn.RMSNorm(self.kv_rank, eps=_LATENT_NORM_EPS)
+        self.wkv_b = nn.Linear(self.kv_rank, H * (self.nope_dim + self.v_dim), bias=False)
+        self.wo = nn.Linear(H * self.v_dim, D, bias=attention.bias)
+        self.inner = InnerAttention(C**-0.5 * softmax_scale(config.rope), layer_window(attention, layer))
+
+    def forward(self, x_BSD: Tensor, plan: SequencePlan) -> Tensor:
+        """(B, S, D) -> (B, S, D)."""
+        cos, sin = rotary_tables(plan.positions_BS, self.rope_dim, self.rope)
+        q_BSHC = self._queries(x_BSD).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        q_BSHN, q_BSHR = q_BSHC.split([self.nope_dim, self.rope_dim], dim=-1)
+        latent_BSL, k_BSR = self.wkv_a(x_BSD).split([self.kv_rank, self.rope_dim], dim=-1)
+        kv_BSHC = self.wkv_b(self.kv_norm(latent_BSL)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        k_BSHN, v_BSHV = kv_BSHC.split([self.nope_dim, self.v_dim], dim=-1)
+        q_BSHR = apply_rotary(q_BSHR, cos, sin, interleaved=self.rope.interleaved)
+        k_BS1R = apply_rotary(k_BSR.unsqueeze(2), cos, sin, interleaved=self.rope.interleaved)
+        k_BSHR = k_BS1R.expand(-1, -1, k_BSHN.size(2), -1)
+        q = torch.cat((q_BSHN, q_BSHR), dim=-1)
+        k = torch.cat((k_BSHN, k_BSHR), dim=-1)
+        return self.wo(self.inner(q, k, v_BSHV, None, plan).flatten(2))
+
+    def _queries(self, x_BSD: Tensor) -> Tensor:
+        return self.wq_b(self.q_norm(self.wq_a(x_BSD))) if self.q_rank > 0 else self.wq(x_BSD)

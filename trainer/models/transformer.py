@@ -1,0 +1,184 @@
+"""The language model: embedding, a loop over blocks, a norm, the head.
+
+A block is pre-norm attention followed by a pre-norm dense feed-forward or a MoE layer. What depends on the batch but not
+on the layer (positions, documents, masks) is planned once, before the loop. The head takes the labels and returns the
+summed loss, so that the logits of a whole batch never exist in training.
+
+Construction only allocates: build on the meta device, then let parallel/init.py fill each parameter by `init_rule`.
+
+Shapes: B batch, S sequence, T = B * S tokens, D model dim, V vocabulary, L MoE layers, E experts.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe.feed_forward import FeedForward
+from moe.layer import BalanceScale, MoE, MoEStats
+from trainer.loss import linear_cross_entropy
+from trainer.models.attention import build_attention
+from trainer.models.config import ModelConfig
+from trainer.models.inner_attention import SequencePlan, plan_sequences
+
+
+class ModelOutput(NamedTuple):
+    """Sums over the tokens of this rank; None where something was not asked for or does not exist."""
+
+    loss_sum: Tensor | None
+    """Cross-entropy summed over the valid labels."""
+    logits_BSV: Tensor | None
+    aux_loss: Tensor
+    z_loss: Tensor
+    tokens_per_expert_LE: Tensor | None
+    """int64 (token, expert) pairs of each MoE layer, in order; None without MoE layers."""
+    dropped: Tensor
+    """int64 scalar: pairs dropped by capacity, over all layers."""
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x)); the first `num_dense_layers` blocks have a dense ffn."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = build_attention(config, layer)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        dense = layer < config.num_dense_layers
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim) if dense else None
+        self.moe = None if dense else MoE(config.moe, config.dim)
+
+    def forward(
+        self, x_BSD: Tensor, plan: SequencePlan, balance: BalanceScale | None = None
+    ) -> tuple[Tensor, MoEStats | None]:
+        """-> (B, S, D) and the MoE layer's statistics (None from a dense block)."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), plan)
+        h_BSD = self.ffn_norm(x_BSD)
+        if self.moe is None:
+            assert self.feed_forward is not None
+            return x_BSD + self.feed_forward(h_BSD), None
+        y_BSD, stats = self.moe(h_BSD, plan.token_mask_BS, balance)
+        return x_BSD + y_BSD, stats
+
+
+class Head(nn.Module):
+    """The output map to the vocabulary. With labels it returns their summed loss and never holds all logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+
+    def forward(self, h_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+        """-> logits (B, S, V), or with labels (-100: not counted) the sum of the cross-entropy, a scalar."""
+        if labels_BS is None:
+            return F.linear(h_BSD, self.weight)
+        return linear_cross_entropy(h_BSD.flatten(0, 1), self.weight, labels_BS.flatten())
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model described by a ModelConfig."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Raises ValueError when the config names something unknown or contradicts itself."""
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = Head(config)
+        if config.tie_embeddings:
+            self.head.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        *,
+        labels_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        document_ids_BS: Tensor | None = None,
+        balance: BalanceScale | None = None,
+        max_documents: int | None = None,
+    ) -> ModelOutput:
+        """Runs the model; the loss with labels, else the logits.
+
+        Args:
+            tokens_BS: int64.
+            labels_BS: int64, already shifted; -100 is not counted.
+            positions_BS: int64 places within the document; None derives them from the documents.
+            document_ids_BS: tokens see earlier tokens of their own run of equal ids; -1 is padding, which is neither
+                seen nor routed. None means that each sequence is one document without padding.
+            balance: sizes of the global batch for the auxiliary losses; None computes none.
+            max_documents: a bound on the runs of equal ids in the batch; spares the varlen backend a synchronisation.
+        """
+        x_BSD = self.tok_embeddings(tokens_BS)
+        plan = plan_sequences(
+            x_BSD,
+            self.config.attention,
+            positions_BS=positions_BS,
+            document_ids_BS=document_ids_BS,
+            max_documents=max_documents,
+        )
+        layer_stats: list[MoEStats] = []
+        for block in self.layers.values():
+            x_BSD, stats = block(x_BSD, plan, balance)
+            if stats is not None:
+                layer_stats.append(stats)
+        out = self.head(self.norm(x_BSD), labels_BS)
+        loss_sum, logits_BSV = (None, out) if labels_BS is None else (out, None)
+        return ModelOutput(loss_sum, logits_BSV, *_total(layer_stats, x_BSD.device))
+
+
+def _total(layer_stats: list[MoEStats], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """aux_loss and z_loss summed over the layers, counts (L, E), dropped pairs."""
+    if not layer_stats:
+        zero = torch.zeros((), device=device)
+        return zero, zero, None, torch.zeros((), dtype=torch.int64, device=device)
+    aux, z, counts, dropped = (torch.stack(field) for field in zip(*layer_stats, strict=True))
+    return aux.sum(), z.sum(), counts, dropped.sum()
+
+
+class InitRule(NamedTuple):
+    """How a parameter starts: `normal` with mean 0 and `std` (clamped at 3 std), `ones` or `zeros`."""
+
+    kind: str
+    std: float = 0.0
+
+
+def init_rule(name: str, config: ModelConfig) -> InitRule:
+    """The initial values of the parameter or buffer called `name` (as in the state dict).
+
+    Maps that add to the residual stream start smaller by sqrt(2 * num_layers), so that its variance does not grow with
+    depth (GPT-2).
+    """
+    path = name.split(".")
+    module, last = path[-2] if len(path) > 1 else "", path[-1]
+    if last == "bias" or last.startswith("b_") or last in ("sinks", "expert_bias"):
+        return InitRule("zeros")
+    if module.endswith("norm"):
+        return InitRule("ones")
+    if module in ("wo", "w_down") or last == "w_down":
+        return InitRule("normal", config.init_std / math.sqrt(2 * config.num_layers))
+    return InitRule("normal", config.init_std)
+
+
+class ParameterCount(NamedTuple):
+    """`total` parameters, and those `active` for one token: of a layer's E routed experts, only top_k."""
+
+    total: int
+    active: int
+
+
+def count_parameters(model: Transformer) -> ParameterCount:
+    """Counts on any device, meta included; tied weights once, balancing biases (buffers) not at all.
+
+    Embedding and head both count as active, as in Qwen3's and DeepSeek's figures; gpt-oss leaves the embedding out of
+    its active figure.
+    """
+    total = routed = 0
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        routed += parameter.numel() if ".experts." in name else 0
+    config = model.config.moe
+    return ParameterCount(total, total - routed + routed * config.top_k // config.num_experts)
