@@ -88,7 +88,7 @@ def route(
     logits_TE = _router_logits(x_TD, weight_ED, bias_E, token_mask_T)
     scores_TE = torch.softmax(logits_TE, dim=-1) if config.score_function == "softmax" else torch.sigmoid(logits_TE)
     with torch.no_grad():
-        ids_TK = _choose(logits_TE, scores_TE, expert_bias_E, config)
+        ids_TK = keep_choice(_choose(logits_TE, scores_TE, expert_bias_E, config))
         chosen_ids_TK = ids_TK if token_mask_T is None else ids_TK.masked_fill(~token_mask_T[:, None], NO_EXPERT)
         kept_ids_TK = _drop_above_capacity(chosen_ids_TK, seq_len, config)
         dropped = ((chosen_ids_TK >= 0) & (kept_ids_TK < 0)).sum()
@@ -96,6 +96,20 @@ def route(
     weights_TK = _combine_weights(logits_TE, scores_TE, ids_TK, config)
     weights_TK = torch.where(kept_ids_TK >= 0, weights_TK, 0.0)
     return Routing(kept_ids_TK, weights_TK, scores_TE, logits_TE, dropped, chosen_ids_TK)
+
+
+@torch.library.custom_op("sluicegate::keep_choice", mutates_args=())
+def keep_choice(ids_TK: Tensor) -> Tensor:
+    """The ids themselves, as an operator that activation checkpointing can recognise and keep.
+
+    When a block is recomputed in backward, its logits may come out with another rounding; the experts must not.
+    """
+    return ids_TK.clone()
+
+
+@keep_choice.register_fake
+def _(ids_TK: Tensor) -> Tensor:
+    return torch.empty_like(ids_TK)
 
 
 def expert_capacity(config: MoEConfig, seq_len: int) -> int:

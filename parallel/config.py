@@ -14,7 +14,7 @@ class ParallelConfig:
     # The part of cp done by all-to-all over heads; the rest is a ring.
     ulysses: int = 1
     tp: int = 1
-    # Experts are spread over ep ranks, borrowed from dp_shard x cp (x tp).
+    # Experts are spread over ep ranks, borrowed from dp_shard x cp (x tp); -1 means as many as divide the experts.
     ep: int = 1
     etp: int = 1
     # none | native | inductor
@@ -22,5 +22,7 @@ class ParallelConfig:
     # none | selective | full
     activation_checkpoint: str = "none"
     compile: bool = False
+    # Free a block's gathered weights between its forward and its backward (less memory, one more all-gather).
+    reshard_after_forward: bool = True
     # A collective that takes longer than this brings the run down with the waiting rank's name.
     timeout_seconds: int = 600

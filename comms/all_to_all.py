@@ -1,0 +1,231 @@
+"""Dispatch and combine: move rows to the ranks that need them and bring one result per (token, rank) back.
+
+A *plan* is data, the exchange is a function. `plan_dispatch` learns once per layer who sends how many rows to whom;
+`dispatch` sends each token **once** to every rank that asked for it, however many items it feeds there, with opaque
+side columns beside it; `combine` brings one row per (token, rank) back and sums them per token.
+
+    tokens_TD --dispatch--> rows_RD --(work on the receiving rank)--> rows_RD --combine--> tokens_TD
+
+Order is part of the contract. Sent rows are ordered by destination rank, then token; received rows by source rank,
+then token; partial sums accumulate in fp32 in ascending rank order and are rounded once. So results do not depend on
+timing, and one rank (no group) differs from many only by the rounding of the partials.
+
+The backward of each is the mirror of the other: dispatch's gradient is combined, combine's gradient is dispatched.
+
+This file holds the collective backend: `all_to_all_single` over NCCL or gloo. It reads the counts on the host once per
+plan, because that collective wants host-side splits. Everything travels as bytes: gloo knows no fp8, and one record
+per row (values, then side columns, row stride rounded up to 16 bytes) makes one exchange per dispatch.
+
+Shape suffixes: T tokens of this rank, S rows sent, R rows received, N ranks of the group, D row width, K side columns,
+B bytes of one record.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
+
+from comms.kernels.gather_sum import gather_sum
+
+RECORD_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """Who sends which rows to whom. `group_name` is empty when one rank does everything: rows then stay in place."""
+
+    group_name: str
+    num_tokens: int
+    # Token index of each sent row.
+    send_tokens_S: Tensor
+    # Where token t's row for rank n stands among the sent rows, -1 if it is not sent.
+    slots_TN: Tensor
+    send_counts: list[int]
+    recv_counts: list[int]
+    # Items that the received rows feed on this rank, in total.
+    num_items: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows received, R."""
+        return sum(self.recv_counts)
+
+
+def plan_dispatch(items_TN: Tensor, group: dist.ProcessGroup | None, num_items: int | None = None) -> DispatchPlan:
+    """Plan the exchange of this rank's T tokens.
+
+    Args:
+        items_TN: integer; how many items of rank n token t feeds. A token is sent to n if and only if this is positive.
+        group: the ranks that exchange; None or a group of one means that every row stays where it is.
+        num_items: their total, where one rank knows it beforehand: that spares the device a question.
+    """
+    num_tokens, num_ranks = items_TN.shape
+    if group is None or num_ranks == 1:
+        tokens = torch.arange(num_tokens, device=items_TN.device)
+        total = int(items_TN.sum()) if num_items is None else num_items
+        return DispatchPlan("", num_tokens, tokens, tokens[:, None], [num_tokens], [num_tokens], total)
+    assert num_ranks == group.size(), (num_ranks, group.size())
+    is_sent_TN = items_TN > 0
+    send_N2 = torch.stack([is_sent_TN.sum(0), items_TN.sum(0)], dim=1)
+    recv_N2 = exchange_counts(send_N2, group.group_name)
+    # The one host synchronization of a dispatch.
+    sent, received = torch.stack([send_N2, recv_N2]).tolist()
+    send_counts = [rows for rows, _ in sent]
+    slots_TN, send_tokens_S = _send_order(is_sent_TN, sum(send_counts))
+    return DispatchPlan(
+        group_name=group.group_name,
+        num_tokens=num_tokens,
+        send_tokens_S=send_tokens_S,
+        slots_TN=slots_TN,
+        send_counts=send_counts,
+        recv_counts=[rows for rows, _ in received],
+        num_items=sum(items for _, items in received),
+    )
+
+
+def _send_order(is_sent_TN: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
+    """Slots by (destination rank, token), and their inverse; sized by the host so that the device is not asked."""
+    num_tokens, num_ranks = is_sent_TN.shape
+    flat = is_sent_TN.t().reshape(-1)
+    slots = torch.where(flat, flat.cumsum(0) - 1, -1)
+    tokens = torch.arange(num_tokens, device=flat.device).repeat(num_ranks)
+    # Unsent entries are written to one spare place behind the end.
+    send_tokens = tokens.new_empty(num_sent + 1).scatter_(0, torch.where(flat, slots, num_sent), tokens)
+    return slots.view(num_ranks, num_tokens).t().contiguous(), send_tokens[:num_sent]
+
+
+def dispatch(
+    plan: DispatchPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Send each token to the ranks of its plan, with its side columns.
+
+    Args:
+        x_TD: rows, any floating dtype.
+        weights_TK: floating side columns; gradients flow back through them.
+        ids_TK: integer side columns, sent as int32.
+
+    Returns:
+        rows_RD, weights_RK, ids_RK (int64) in order of (source rank, token).
+    """
+    if not plan.group_name:
+        return x_TD, weights_TK, ids_TK
+    return _Dispatch.apply(plan, x_TD, weights_TK, ids_TK)  # type: ignore[no-any-return]
+
+
+def combine(plan: DispatchPlan, rows_RD: Tensor) -> Tensor:
+    """Bring one row per (token, rank) back and sum them: out_TD in the dtype of the rows. Unsent tokens get zero."""
+    if not plan.group_name:
+        return rows_RD
+    return _Combine.apply(plan, rows_RD)  # type: ignore[no-any-return]
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, plan: DispatchPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.plan = plan
+        index = plan.send_tokens_S
+        record = pack([x_TD[index], weights_TK[index], ids_TK[index].to(torch.int32)])
+        received = dispatch_records(record, plan.send_counts, plan.recv_counts, plan.group_name)
+        rows, weights, ids = unpack(received, [x_TD, weights_TK, ids_TK.new_empty(0, ids_TK.shape[1]).to(torch.int32)])
+        ids = ids.long()
+        ctx.mark_non_differentiable(ids)
+        return rows, weights, ids
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        plan, (d_rows, d_weights) = ctx.plan, grads[:2]
+        record = pack([d_rows, d_weights])
+        returned = return_records(record, plan.recv_counts, plan.send_counts, plan.group_name)
+        d_x_SD, d_weights_SK = unpack(returned, [d_rows, d_weights])
+        return None, gather_sum(d_x_SD, plan.slots_TN), gather_sum(d_weights_SK, plan.slots_TN), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: DispatchPlan, rows_RD: Tensor) -> Tensor:
+        ctx.plan = plan
+        returned = return_records(pack([rows_RD]), plan.recv_counts, plan.send_counts, plan.group_name)
+        (rows_SD,) = unpack(returned, [rows_RD])
+        return gather_sum(rows_SD, plan.slots_TN)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        plan, (d_out_TD,) = ctx.plan, grads
+        record = pack([d_out_TD[plan.send_tokens_S]])
+        received = dispatch_records(record, plan.send_counts, plan.recv_counts, plan.group_name)
+        return None, unpack(received, [d_out_TD])[0]
+
+
+def pack(columns: list[Tensor]) -> Tensor:
+    """Lay 2-D tensors of equal length side by side as bytes: (rows, B) with B rounded up to 16."""
+    parts = [column.contiguous().view(torch.uint8) for column in columns]
+    width = sum(part.shape[1] for part in parts)
+    if padding := -width % RECORD_ALIGNMENT:
+        parts.append(parts[0].new_zeros(parts[0].shape[0], padding))
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def unpack(record_RB: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Undo `pack`: one contiguous tensor per entry of `like`, with its dtype and its number of columns."""
+    columns: list[Tensor] = []
+    start = 0
+    for example in like:
+        width = example.shape[1] * example.element_size()
+        columns.append(record_RB[:, start : start + width].contiguous().view(example.dtype))
+        start += width
+    return columns
+
+
+def _exchange(record: Tensor, send_counts: list[int], recv_counts: list[int], group_name: str) -> Tensor:
+    received = record.new_empty(sum(recv_counts), record.shape[1])
+    group = _resolve_process_group(group_name)  # type: ignore[no-untyped-call]
+    dist.all_to_all_single(received, record, recv_counts, send_counts, group=group)
+    return received
+
+
+# Operators, so that activation checkpointing can see them and keep their results: a dispatch is never recomputed.
+
+
+@torch.library.custom_op("sluicegate::dispatch_records", mutates_args=())
+def dispatch_records(record: Tensor, send_counts: list[int], recv_counts: list[int], group_name: str) -> Tensor:
+    """Send byte records to the ranks that work on them; returns what this rank received, by source rank."""
+    return _exchange(record, send_counts, recv_counts, group_name)
+
+
+@torch.library.custom_op("sluicegate::return_records", mutates_args=())
+def return_records(record: Tensor, send_counts: list[int], recv_counts: list[int], group_name: str) -> Tensor:
+    """The way back of `dispatch_records`."""
+    return _exchange(record, send_counts, recv_counts, group_name)
+
+
+@torch.library.custom_op("sluicegate::exchange_counts", mutates_args=())
+def exchange_counts(send_N2: Tensor, group_name: str) -> Tensor:
+    """Transpose a small table over the ranks: row n goes to rank n, and row m of the result came from rank m."""
+    received = torch.empty_like(send_N2)
+    dist.all_to_all_single(received, send_N2.contiguous(), group=_resolve_process_group(group_name))  # type: ignore[no-untyped-call]
+    return received
+
+
+@torch.library.custom_op("sluicegate::sum_over_ranks", mutates_args=())
+def sum_over_ranks(counts: Tensor, group_name: str) -> Tensor:
+    """Sum of a small tensor over the ranks of a group; no gradient."""
+    total = counts.clone()
+    dist.all_reduce(total, group=_resolve_process_group(group_name))  # type: ignore[no-untyped-call]
+    return total
+
+
+@dispatch_records.register_fake
+@return_records.register_fake
+def _(record: Tensor, send_counts: list[int], recv_counts: list[int], group_name: str) -> Tensor:
+    return record.new_empty(sum(recv_counts), record.shape[1])
+
+
+@exchange_counts.register_fake
+@sum_over_ranks.register_fake
+def _(counts: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(counts)

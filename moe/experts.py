@@ -1,0 +1,151 @@
+"""The routed experts of one rank: gated feed-forward networks over rows that arrive unsorted.
+
+Each received row carries K expert ids (those of this rank, -1 elsewhere) and K routing weights. A (row, expert) pair is
+one unit of work. Pairs are sorted by expert, so that each expert sees one block of rows:
+
+    rows_RD -> gather -> x_PD -> gate/up -> act, times weight -> a_PF -> down -> y_PD -> sum per row -> out_RD
+
+The routing weight multiplies `a` instead of `y`: the down map is linear, so the result is the same, the product costs
+nothing beside the activation, and its gradient needs `a` alone: y never has to be kept.
+
+Shape suffixes: R rows, K experts per token, P pairs, D model dim, F expert hidden dim, E experts of this rank.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comms.kernels.gather_sum import gather_sum
+from moe.config import MoEConfig
+from moe.grouped_gemm import grouped_linear, resolve_backend
+from moe.reference import reference_experts
+
+# gpt-oss's clamped SwiGLU: the clamp and the slope of its sigmoid.
+CLAMP_LIMIT = 7.0
+CLAMP_SLOPE = 1.702
+
+
+class Pairs(NamedTuple):
+    """(row, expert) pairs sorted by expert, stable in the order of rows."""
+
+    # Row of each pair.
+    rows_P: Tensor
+    # Index of each pair in the flattened (R, K) table of ids.
+    order_P: Tensor
+    # Where pair (r, k) stands in the sorted order, -1 for none.
+    slots_RK: Tensor
+    # int32, end of each expert's pairs.
+    offsets_E: Tensor
+
+
+def sort_pairs(ids_RK: Tensor, num_experts: int, num_pairs: int) -> Pairs:
+    """Sort pairs by expert without asking the device for sizes.
+
+    Args:
+        ids_RK: expert of each pair, -1 for none.
+        num_pairs: how many ids are not -1; known to the plan.
+    """
+    num_slots = ids_RK.shape[1]
+    keys = torch.where(ids_RK >= 0, ids_RK, num_experts).reshape(-1)
+    sorted_keys, order = keys.sort(stable=True)
+    order_P = order[:num_pairs]
+    slots = torch.full_like(keys, -1).scatter_(0, order_P, torch.arange(num_pairs, device=keys.device))
+    experts = torch.arange(num_experts, device=keys.device)
+    offsets_E = torch.searchsorted(sorted_keys, experts, right=True).to(torch.int32)
+    return Pairs(order_P // num_slots, order_P, slots.view_as(ids_RK), offsets_E)
+
+
+class GroupedExperts(nn.Module):
+    """E gated feed-forward experts. Weights in nn.Linear's orientation, gate and up stacked in one tensor."""
+
+    def __init__(self, config: MoEConfig, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        # Replaced by its compiled twin when the run compiles.
+        self.activation = weighted_activation
+        num_experts, hidden = config.num_experts, config.expert_dim
+        self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2, hidden, dim))
+        self.w_down = nn.Parameter(torch.empty(num_experts, dim, hidden))
+        if config.linear_bias:
+            self.b_gate_up = nn.Parameter(torch.empty(num_experts, 2, hidden))
+            self.b_down = nn.Parameter(torch.empty(num_experts, dim))
+        else:
+            self.b_gate_up = self.b_down = None
+
+    def forward(self, rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor, num_pairs: int) -> Tensor:
+        """out_RD[r] = sum over k of weights[r, k] * expert[ids[r, k]](rows[r]); ids are local, -1 means none."""
+        backend = resolve_backend(self.config.backend, rows_RD.dtype, rows_RD.device)
+        w_gate_up, w_down = local(self.w_gate_up), local(self.w_down)
+        b_gate_up = None if self.b_gate_up is None else local(self.b_gate_up)
+        b_down = None if self.b_down is None else local(self.b_down)
+        if backend == "reference":
+            return reference_experts(rows_RD, ids_RK, weights_RK, w_gate_up, w_down, b_gate_up, b_down, self.config)
+        pairs = sort_pairs(ids_RK, w_down.shape[0], num_pairs)
+        weights_P = weights_RK.reshape(-1).gather(0, pairs.order_P)
+        x_PD = _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK)
+        if self.config.scores_before_experts:
+            x_PD, weights_P = (x_PD * weights_P[:, None]).to(x_PD.dtype), torch.ones_like(weights_P)
+        h_PH = grouped_linear(x_PD, w_gate_up.flatten(1, 2), pairs.offsets_E, exact=True)
+        if b_gate_up is not None:
+            h_PH = h_PH + _per_pair(b_gate_up.flatten(1, 2), pairs.offsets_E, num_pairs)
+        a_PF = self.activation(h_PH, weights_P, self.config.activation)
+        y_PD = grouped_linear(a_PF, w_down, pairs.offsets_E, exact=True)
+        if b_down is not None:
+            bias_PD = _per_pair(b_down, pairs.offsets_E, num_pairs)
+            y_PD = y_PD + (bias_PD * weights_P[:, None]).to(y_PD.dtype)
+        return _SumPairs.apply(y_PD, pairs.rows_P, pairs.slots_RK)  # type: ignore[no-any-return]
+
+
+def weighted_activation(h_PH: Tensor, weights_P: Tensor, activation: str) -> Tensor:
+    """weight * act(gate, up) for h = [gate; up], computed in fp32 and rounded once to the dtype of h."""
+    wide = torch.promote_types(h_PH.dtype, torch.float32)
+    gate, up = h_PH.to(wide).chunk(2, dim=-1)
+    if activation == "swiglu":
+        out = F.silu(gate) * up
+    elif activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+        out = gate * torch.sigmoid(CLAMP_SLOPE * gate) * (up + 1)
+    else:
+        raise ValueError(f"model.moe.activation={activation!r} is unknown; use swiglu or clamped_swiglu.")
+    return (out * weights_P[:, None].to(wide)).to(h_PH.dtype)
+
+
+def local(weight: Tensor) -> Tensor:
+    """This rank's part of a weight that expert parallelism has split over ranks."""
+    to_local = getattr(weight, "to_local", None)
+    return weight if to_local is None else to_local()
+
+
+def _per_pair(bias_EX: Tensor, offsets_E: Tensor, num_pairs: int) -> Tensor:
+    """Each pair's row of a per-expert table, as a product with a one-hot matrix: its gradient has no atomics."""
+    pair = torch.arange(num_pairs, device=bias_EX.device)
+    expert_P = torch.searchsorted(offsets_E, pair, right=True)
+    return F.one_hot(expert_P, bias_EX.shape[0]).to(bias_EX.dtype) @ bias_EX
+
+
+class _GatherPairs(torch.autograd.Function):
+    """x[p] = rows[row of p]; the gradient sums a row's pairs in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, rows_P: Tensor, slots_RK: Tensor) -> Tensor:
+        ctx.save_for_backward(slots_RK)
+        return rows_RD[rows_P]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gather_sum(grads[0], ctx.saved_tensors[0]), None, None
+
+
+class _SumPairs(torch.autograd.Function):
+    """out[r] = sum of the row's pairs; the mirror of `_GatherPairs`."""
+
+    @staticmethod
+    def forward(ctx: Any, y_PD: Tensor, rows_P: Tensor, slots_RK: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_P)
+        return gather_sum(y_PD, slots_RK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grads[0][ctx.saved_tensors[0]], None, None

@@ -1,0 +1,157 @@
+"""The Mixture-of-Experts layer, whole. A token's way through it:
+
+    1. route      which K experts, with what weight                      moe/router.py
+    2. plan       which ranks hold those experts, how many rows go where  comms/all_to_all.py
+    3. dispatch   the row crosses to each such rank once                  comms/all_to_all.py
+    4. experts    the rank's own experts, weighted sum per row            moe/experts.py
+    5. combine    one row per (token, rank) comes back and is summed      comms/all_to_all.py
+
+Dispatch moves rows between ranks; experts are a local matter. On one rank steps 3 and 5 are the identity, so there is
+one path for every layout. Beside it the shared expert, if there is one, sees every token.
+
+Balancing statistics are results of `forward`, not state: activation checkpointing runs `forward` twice, and a counter
+inside it would count twice.
+
+Shape suffixes: B sequences, S tokens of a sequence, T = B*S tokens, D model dim, E experts of the whole layer,
+K experts per token, N ranks of the expert-parallel group, R received rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comms.all_to_all import combine, dispatch, plan_dispatch, sum_over_ranks
+from moe.config import MoEConfig
+from moe.experts import GroupedExperts
+from moe.feed_forward import FeedForward
+from moe.load_balance import batch_aux_loss, count_tokens, sequence_aux_loss, z_loss
+from moe.router import Routing, route, validate_routing
+
+
+class BalanceScale(NamedTuple):
+    """What the auxiliary losses of one micro-step are means over: sizes of the *global* batch of an optimizer step.
+
+    With them, the sum of every rank's and every micro-step's contribution is the loss of the global batch.
+    """
+
+    # Real (not padding) tokens.
+    num_tokens: Tensor | int
+    num_sequences: int
+    num_micro_steps: int
+
+
+class MoEStats(NamedTuple):
+    """Side results of one forward. The losses are this rank's contributions, coefficient included."""
+
+    aux_loss: Tensor
+    z_loss: Tensor
+    # (E,) int64: pairs this rank's tokens chose, before any capacity drop.
+    tokens_per_expert_E: Tensor
+    # int64 scalar: pairs dropped by capacity.
+    dropped: Tensor
+
+
+class Router(nn.Module):
+    """The router's parameters; the choice itself is the pure function `moe.router.route`."""
+
+    def __init__(self, config: MoEConfig, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, dim))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
+
+
+class MoE(nn.Module):
+    """Routed experts plus an optional shared expert.
+
+    `ep_group` and `data_group` are set by `parallel`: the ranks that share out the experts, and the ranks whose tokens
+    make up one batch for the batch-level auxiliary loss. None means this rank alone.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(self, config: MoEConfig, dim: int) -> None:
+        super().__init__()
+        validate_routing(config)
+        self.config = config
+        self.router = Router(config, dim)
+        # Not a parameter: it moves by the counts, once per optimizer step. fp32 whatever the model's dtype is.
+        bias = torch.empty(config.num_experts, dtype=torch.float32) if config.expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.experts = GroupedExperts(config, dim)
+        self.shared = FeedForward(dim, config.shared_expert_dim) if config.shared_expert_dim else None
+        # Replaced by their compiled twins when the run compiles.
+        self.route = route
+        self.ep_group: dist.ProcessGroup | None = None
+        self.data_group: dist.ProcessGroup | None = None
+
+    def forward(
+        self, x_BSD: Tensor, token_mask_BS: Tensor | None = None, scale: BalanceScale | None = None
+    ) -> tuple[Tensor, MoEStats]:
+        """Returns y_BSD and the balancing statistics.
+
+        Args:
+            token_mask_BS: False at padding, which is neither routed nor counted.
+            scale: None in evaluation: no auxiliary loss is computed.
+        """
+        x_TD = x_BSD.flatten(0, 1)
+        mask_T = None if token_mask_BS is None else token_mask_BS.flatten()
+        routing = self.route(
+            x_TD,
+            self.router.weight,
+            self.router.bias,
+            self.config,
+            expert_bias_E=self.expert_bias,
+            token_mask_T=mask_T,
+            seq_len=x_BSD.shape[1],
+        )
+        y_TD = self.routed_experts(x_TD, routing, mask_T)
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        return y_TD.view_as(x_BSD), self.balance(routing, mask_T, x_BSD.shape[1], scale)
+
+    def routed_experts(self, x_TD: Tensor, routing: Routing, mask_T: Tensor | None = None) -> Tensor:
+        """Steps 2 to 5 for tokens that have been routed."""
+        num_ranks = 1 if self.ep_group is None else self.ep_group.size()
+        experts_per_rank = self.config.num_experts // num_ranks
+        ids_TK = routing.topk_ids_TK
+
+        owner_TK = torch.where(ids_TK >= 0, ids_TK // experts_per_rank, -1)
+        items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(num_ranks)], dim=1)
+        every_id_used = self.config.capacity_factor is None and mask_T is None
+        plan = plan_dispatch(items_TN, self.ep_group, ids_TK.numel() if every_id_used else None)
+
+        rows_RD, weights_RK, ids_RK = dispatch(plan, x_TD, routing.topk_weights_TK, ids_TK)
+        first = 0 if self.ep_group is None else self.ep_group.rank() * experts_per_rank
+        is_ours_RK = (ids_RK >= first) & (ids_RK < first + experts_per_rank)
+        out_RD = self.experts(rows_RD, torch.where(is_ours_RK, ids_RK - first, -1), weights_RK, plan.num_items)
+        return combine(plan, out_RD)
+
+    def balance(
+        self, routing: Routing, mask_T: Tensor | None, seq_len: int, scale: BalanceScale | None
+    ) -> MoEStats:
+        """Counts, and the auxiliary losses where training asks for them."""
+        config = self.config
+        counts_E = count_tokens(routing.chosen_ids_TK, config.num_experts)
+        aux = z = routing.scores_TE.new_zeros(())
+        if scale is not None and config.aux_loss:
+            aux = config.aux_loss * self._aux_loss(routing, counts_E, mask_T, seq_len, scale)
+        if scale is not None and config.z_loss:
+            z = config.z_loss * z_loss(routing.logits_TE, mask_T, scale.num_tokens)
+        return MoEStats(aux, z, counts_E, routing.dropped)
+
+    def _aux_loss(
+        self, routing: Routing, counts_E: Tensor, mask_T: Tensor | None, seq_len: int, scale: BalanceScale
+    ) -> Tensor:
+        if self.config.aux_loss_level == "sequence":
+            return sequence_aux_loss(
+                routing.scores_TE, routing.chosen_ids_TK, mask_T, seq_len, scale.num_sequences
+            )
+        num_tokens = counts_E.new_tensor(routing.scores_TE.shape[0]) if mask_T is None else mask_T.sum()
+        totals = torch.cat([counts_E, num_tokens[None]])
+        if self.data_group is not None:
+            # Counts of the whole micro-step: per-rank counts would change the router's gradient with the layout.
+            totals = sum_over_ranks(totals, self.data_group.group_name)
+        loss = batch_aux_loss(routing.scores_TE, mask_T, totals[:-1], totals[-1], self.config.top_k)
+        return loss / scale.num_micro_steps

@@ -1,0 +1,63 @@
+"""Fully sharded data parallelism (FSDP2), with gradients that are *sums*.
+
+The loss is divided by the valid tokens of the whole global batch before backward, so each rank's gradient is its part
+of the global one and the reduction is a plain sum, for dense and expert weights alike. No averaging factor is left that
+could depend on the layout: that is how the doubled and halved expert gradients of other frameworks cannot arise.
+
+Expert weights are gathered over dp_shard x cp / ep only: each group of ranks that holds the same experts is its own
+FSDP mesh.
+"""
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from moe.layer import MoE
+from parallel.mesh import Mesh
+
+
+def apply_fsdp(
+    model: nn.Module, blocks: list[nn.Module], mesh: Mesh, compute_dtype: torch.dtype, reshard_after_forward: bool
+) -> None:
+    """Shard each block, then what is left (embedding, final norm, head) with the root.
+
+    Parameters keep their own dtype as masters; forward and backward see `compute_dtype`; gradients are reduced in fp32
+    (fp64 when computing in fp64).
+    """
+    reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
+    # Inputs are not cast: routing weights and losses must stay fp32.
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    for block in blocks:
+        for layer in [module for module in block.modules() if isinstance(module, MoE)]:
+            if mesh.ep is not None:
+                _shard_experts(layer.experts, mesh, policy, reshard_after_forward)
+        fully_shard(block, mesh=mesh.dense, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh.dense, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            sum_gradients(module)
+
+
+def sum_gradients(module: FSDPModule) -> None:
+    module.set_gradient_divide_factor(1.0)
+    # Without this, a factor equal to the group size turns into an average, and gloo knows no pre-multiplied sums.
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_experts(
+    experts: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool
+) -> None:
+    shard_size = mesh.experts.size(mesh.experts.ndim - 1)
+    experts_per_rank = next(experts.parameters()).shape[0] // cast(int, mesh.config.ep)
+    # Fewer experts than ranks would leave ranks without any; every weight's second dim is long.
+    dim = 0 if experts_per_rank % shard_size == 0 else 1
+    fully_shard(
+        experts,
+        mesh=mesh.experts,
+        mp_policy=policy,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=lambda _: Shard(dim),
+    )

@@ -1,0 +1,46 @@
+"""The recipe that turns a model on the meta device into one that runs in parallel, in the order it applies.
+
+    1. expert parallelism      splits parameters, so it comes before anything wraps them
+    2. compile                 compiles the inside of blocks
+    3. activation checkpoint   wraps blocks
+    4. FSDP                    shards whatever parameters are there by now
+    5. initial weights         every rank draws its shard
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from parallel.activation_checkpoint import apply_activation_checkpoint
+from parallel.compile import apply_compile
+from parallel.expert_parallel import apply_expert_parallel
+from parallel.fsdp import apply_fsdp
+from parallel.init import InitRule, init_weights
+from parallel.mesh import Mesh
+
+
+def parallelize(
+    model: nn.Module,
+    layers: nn.ModuleDict,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    rule_of: Callable[[str], InitRule],
+    seed: int,
+) -> nn.Module:
+    """Apply the layout of `mesh` to a model whose blocks are `layers`, in place.
+
+    Args:
+        compute_dtype: dtype of forward and backward; parameters stay as they were built (fp32 masters).
+        rule_of: how each named parameter starts.
+    """
+    config = mesh.config
+    apply_expert_parallel(model, mesh)
+    for name, block in list(layers.named_children()):
+        if config.compile:
+            apply_compile(block)
+        layers[name] = apply_activation_checkpoint(block, config.activation_checkpoint)
+    apply_fsdp(model, list(layers.children()), mesh, compute_dtype, config.reshard_after_forward)
+    init_weights(model, rule_of, seed, mesh.device)
+    return model
