@@ -4,7 +4,6 @@ Names here are what scripts, sweeps and users rely on: once released they only g
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from comms.config import CommsConfig
 from parallel.config import ParallelConfig
@@ -17,6 +16,8 @@ class RunConfig:
     id: str | None = None
     root: str = "runs"
     seed: int = 0
+    # Settings, or sections, of model, data, optim or train that may differ from the run that is resumed.
+    allow_changes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -29,8 +30,8 @@ class TrainConfig:
     micro_batch_size: int = 1
     seq_len: int = 1024
     log_every: int = 10
-    # 0 means: only at the end.
-    eval_every: int = 0
+    # 0 means: only at the end; null: never.
+    eval_every: int | None = 0
     # Only evaluate the checkpoint named by checkpoint.resume or checkpoint.init_from, then stop.
     eval_only: bool = False
     # Text continued and printed at the end of the run; null means no sample.
@@ -47,13 +48,17 @@ class PrecisionConfig:
 
 @dataclass
 class SourceConfig:
-    # text (file globs) | huggingface (a local data set folder or hub name) | tokens (shards of scripts/tokenize_text.py) | sft (prompt/response JSONL)
+    # text (file globs) | huggingface (a local data set folder or hub name) | tokens (shards written by
+    # scripts/tokenize_text.py) | sft (prompt/response JSONL)
     kind: str = "text"
-    # Glob, folder or name; a list is taken together.
+    # Globs, folders or names; a list is taken together. `stdlib:` begins a path in Python's own standard library.
     paths: list[str] = field(default_factory=list)
     weight: float = 1.0
     # Globs of files left out of `paths`.
     exclude: list[str] = field(default_factory=list)
+    # The part of the documents kept: those whose hash (in [0, 1), of the file's path or the record's words) lies in
+    # [from, to). Ranges that do not overlap split the same paths into training and held-out documents.
+    hash_range: list[float] = field(default_factory=lambda: [0.0, 1.0])
     # huggingface: split and text column.
     split: str = "train"
     column: str = "text"
@@ -78,6 +83,8 @@ class DataConfig:
     cache_dir: str = "${oc.env:SLUICEGATE_CACHE,.cache/sluicegate}"
     # error | skip
     invalid_utf8: str = "error"
+    # error | skip
+    empty_files: str = "error"
     # Documents packed into one sequence do not attend to each other and their positions restart.
     document_mask: bool = True
     # Steps of batches prepared ahead of time.
@@ -106,8 +113,8 @@ class OptimConfig:
 class CheckpointConfig:
     # auto | never | PATH of a step folder or a run folder
     resume: str = "auto"
-    # Steps between checkpoints; 0 means only at the end.
-    every: int = 500
+    # Steps between checkpoints; 0 means only at the end, null none at all.
+    every: int | None = 500
     keep_last: int = 3
     # A checkpoint whose weights (alone) this run starts from.
     init_from: str | None = None
@@ -135,7 +142,7 @@ class LoggingConfig:
 
 @dataclass
 class GuardConfig:
-    # A non-finite loss or gradient: stop | skip (the update is skipped) 
+    # A non-finite loss or gradient: stop | skip (the update is skipped)
     nonfinite: str = "stop"
     # skip: stop after this many skipped updates in a row.
     max_skipped: int = 3
@@ -179,4 +186,5 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    experiment: Any = None
+    # Name of the configs/experiment file the run was composed with; filled in by compose.
+    experiment: str | None = None
