@@ -1,25 +1,29 @@
 """Activation checkpointing that never repeats an exchange and never routes twice.
 
-Recomputing a block's forward would send its rows over the network again, and a router that met a tie or a different
+Recomputing a block's forward would send its rows over the network again, and a router that met a tie or another
 rounding could choose other experts than those the gradient belongs to. So in every mode the results of these operators
 are kept: the chosen expert ids, the exchanged counts and the received rows.
 
     none        everything is kept
     selective   also keeps attention and every second matrix product; recomputes the rest
     full        recomputes everything else from the block's input
+
+torch's own selective checkpointing wants *every* operator of the recomputation to match the forward's. FSDP's hooks
+around the experts, inside a block, do not repeat themselves exactly, so here two small dispatch modes remember the
+kept operators alone: `_Keep` runs in the forward, `_Replay` in the recomputation.
 """
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
-import comms.all_to_all  # noqa: F401  (registers the operators named below)
+import comms.all_to_all  # noqa: F401  (registers operators named below)
 import moe.router  # noqa: F401
 
 MODES = ("none", "selective", "full")
@@ -38,31 +42,8 @@ def apply_activation_checkpoint(block: nn.Module, mode: str) -> nn.Module:
     return checkpoint_wrapper(block, context_fn=partial(_contexts, mode), preserve_rng_state=False)
 
 
-def _contexts(mode: str) -> Any:
-    return create_selective_checkpoint_contexts(_policy(mode))
-
-
-def _policy(mode: str) -> Callable[..., CheckpointPolicy]:
-    always, attention = exchange_operators(), _attention_operators()
-    matmuls: dict[bool, int] = defaultdict(int)
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operator in always:
-            return CheckpointPolicy.MUST_SAVE
-        if mode == "selective" and operator in attention:
-            return CheckpointPolicy.MUST_SAVE
-        if mode == "selective" and operator is torch.ops.aten.mm.default:
-            # Counted apart in forward and recomputation, so that both make the same choice.
-            matmuls[context.is_recompute] += 1
-            if matmuls[context.is_recompute] % 2:
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
-
-
 def exchange_operators() -> set[Any]:
-    """Operators whose results are kept in every mode."""
+    """Operators whose results are kept in every mode: recomputing them would communicate, or choose again."""
     ops = torch.ops.sluicegate
     return {
         ops.dispatch_records.default,
@@ -72,15 +53,64 @@ def exchange_operators() -> set[Any]:
     }
 
 
-def _attention_operators() -> set[Any]:
+def attention_operators() -> set[Any]:
+    """Fused attention forwards that this build of torch knows."""
     aten = torch.ops.aten
-    names = (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-    )
-    found = {getattr(aten, name).default for name in names if hasattr(aten, name)}
-    if hasattr(torch.ops, "torch_attn") and hasattr(torch.ops.torch_attn, "_varlen_attn"):
+    names = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    found = {getattr(aten, f"_scaled_dot_product_{name}").default for name in names}
+    if hasattr(torch.ops.torch_attn, "_varlen_attn"):
         found.add(torch.ops.torch_attn._varlen_attn.default)
     return found
+
+
+def _contexts(mode: str) -> tuple["_Keep", "_Replay"]:
+    kept: dict[tuple[Any, int], Any] = {}
+    return _Keep(kept, mode), _Replay(kept)
+
+
+class _Keep(TorchDispatchMode):
+    """Remember the results of the chosen operators, by operator and by how often it has run."""
+
+    def __init__(self, kept: dict[tuple[Any, int], Any], mode: str) -> None:
+        super().__init__()
+        self.kept = kept
+        self.always = exchange_operators() | (attention_operators() if mode == "selective" else set())
+        self.every_second = {torch.ops.aten.mm.default} if mode == "selective" else set()
+        self.runs: Counter[Any] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        run = self.runs[func]
+        self.runs[func] += 1
+        if func in self.always or (func in self.every_second and run % 2 == 0):
+            self.kept[func, run] = tree_map(_detached, result)
+        return result
+
+
+class _Replay(TorchDispatchMode):
+    """Hand out what `_Keep` remembered instead of running the operator again."""
+
+    def __init__(self, kept: dict[tuple[Any, int], Any]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.runs: Counter[Any] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = self.runs[func]
+        self.runs[func] += 1
+        if (func, run) in self.kept:
+            return self.kept.pop((func, run))
+        return func(*args, **(kwargs or {}))
+
+
+def _detached(value: Any) -> Any:
+    # The forward's own tensor gets a graph attached once it leaves the operator; what is kept must not.
+    return value.detach() if isinstance(value, Tensor) else value

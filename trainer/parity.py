@@ -1,0 +1,238 @@
+"""Does a parallel layout compute what one process computes? Run both on one tiny model and compare everything.
+
+Compared are the initial weights, the loss, **every gradient by name**, the gradient norm, the balancing counts, and the
+weights after a few SGD steps: SGD, because Adam divides the scale of a gradient away and would hide a doubled one. The
+batch is synthetic but unkind: packed documents, padding, prompts without labels, uneven label counts per rank.
+
+The error of a tensor is ||a - b|| / ||b|| in fp64.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallel.config import ParallelConfig
+from parallel.init import clean_name
+from parallel.mesh import Mesh, build_mesh
+from parallel.parallelize import parallelize
+from trainer.config import Config, OptimConfig, TrainConfig
+from trainer.data import Batch
+from trainer.models.config import ModelConfig
+from trainer.models.transformer import Transformer, init_rule
+from trainer.optim import build_optimizer
+from trainer.step import train_step
+
+
+@dataclass
+class Trace:
+    """What one layout computed, as full tensors on the CPU. Equal on every rank."""
+
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    aux_losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    # Of the first step.
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    counts: list[Tensor] = field(default_factory=list)
+    # After the last step: parameters and balancing biases.
+    final: dict[str, Tensor] = field(default_factory=dict)
+
+
+def trace_layout(
+    model_config: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | None = None,
+    steps: int = 3,
+    global_batch_size: int = 8,
+    micro_steps: int = 1,
+    seq_len: int = 16,
+    max_grad_norm: float = 0.0,
+    seed: int = 0,
+) -> Trace:
+    """Train `steps` SGD steps under a layout. Collective over the default process group.
+
+    The batch-level auxiliary loss is defined per micro-step: layouts that are compared need equal `micro_steps`.
+    """
+    mesh = build_mesh(parallel, device or torch.device("cpu"))
+    config = Config(
+        train=TrainConfig(
+            global_batch_size=global_batch_size,
+            micro_batch_size=global_batch_size // (mesh.batch_size * micro_steps),
+            seq_len=seq_len,
+            steps=steps,
+        ),
+        model=model_config,
+        parallel=mesh.config,
+        optim=OptimConfig(name="sgd", lr=0.1, weight_decay=0.0, max_grad_norm=max_grad_norm),
+    )
+    model = build_model(config, mesh, dtype)
+    optimizer = build_optimizer(model, config.optim)
+    trace = Trace(initial=full_tensors(model))
+
+    def keep_gradients(loss: Tensor, grad_norm: Tensor) -> bool:
+        if not trace.gradients:
+            trace.gradients = {name: full(p.grad) for name, p in named_parameters(model) if p.grad is not None}
+        return True
+
+    for step in range(steps):
+        batches = synthetic_batches(config, mesh, step)
+        result = train_step(model, optimizer, batches, mesh, config, keep_gradients)
+        trace.losses.append(float(result.loss))
+        trace.aux_losses.append(float(result.aux_loss + result.z_loss))
+        trace.grad_norms.append(float(result.grad_norm))
+        if result.tokens_per_expert_LE is not None:
+            trace.counts.append(result.tokens_per_expert_LE.cpu())
+    trace.final = full_tensors(model)
+    return trace
+
+
+def build_model(config: Config, mesh: Mesh, dtype: torch.dtype, compute_dtype: torch.dtype | None = None) -> Transformer:
+    """A model on its device under the mesh's layout, with its initial weights in `dtype`."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model = Transformer(config.model)
+    finally:
+        torch.set_default_dtype(previous)
+    parallelize(
+        model,
+        model.layers,
+        mesh,
+        compute_dtype=compute_dtype or dtype,
+        rule_of=lambda name: init_rule(name, config.model),
+        seed=config.run.seed,
+    )
+    return model
+
+
+def synthetic_batches(config: Config, mesh: Mesh, step: int) -> list[Batch]:
+    """This rank's micro-batches of one step; the global batch depends on (seed, step) alone."""
+    samples = [
+        synthetic_sample(config, step * config.train.global_batch_size + index)
+        for index in range(config.train.global_batch_size)
+    ]
+    size = config.train.micro_batch_size
+    stride = size * mesh.batch_size
+    batches: list[Batch] = []
+    for start in range(0, len(samples), stride):
+        mine = samples[start + mesh.batch_rank * size : start + (mesh.batch_rank + 1) * size]
+        columns = [torch.stack(column) for column in zip(*mine, strict=True)]
+        batches.append(Batch(*columns))
+    return batches
+
+
+def synthetic_sample(config: Config, index: int) -> tuple[Tensor, ...]:
+    """tokens, labels, positions, document ids and sample id of one sequence, in Batch's order."""
+    generator = torch.Generator().manual_seed(config.run.seed * 1_000_003 + index)
+    length, vocab = config.train.seq_len, config.model.vocab_size
+
+    def random_below(bound: int) -> int:
+        return int(torch.randint(bound, (), generator=generator))
+
+    tokens = torch.randint(vocab, (length,), generator=generator)
+    labels = torch.randint(vocab, (length,), generator=generator)
+    split = 1 + random_below(length - 1)
+    # Every other sample ends in padding, and prompts of uneven length have no labels.
+    end = length - random_below(length // 3) if index % 2 else length
+    split = min(split, end)
+    place = torch.arange(length)
+    documents = torch.where(place < split, 0, 1)
+    positions = torch.where(place < split, place, place - split)
+    labels[: random_below(split)] = -100
+    labels[split - 1] = -100
+    documents[end:] = -1
+    labels[end:] = -100
+    return tokens, labels, positions, documents, torch.tensor(index)
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(clean_name(name), parameter) for name, parameter in model.named_parameters()]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor, on the CPU; a copy."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().to("cpu", copy=True)
+
+
+def full_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by name, gathered. Tiny models only."""
+    named = [*named_parameters(model), *((clean_name(name), buffer) for name, buffer in model.named_buffers())]
+    return {name: full(tensor) for name, tensor in named}
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One quantity that differs more than its bound."""
+
+    quantity: str
+    error: float
+    bound: float
+
+    def __str__(self) -> str:
+        return f"{self.quantity}: error {self.error:.2e}, bound {self.bound:.0e}"
+
+
+def compare(trace: Trace, reference: Trace, bound: float) -> list[Mismatch]:
+    """Everything in which `trace` differs from `reference`, worst first. Initial weights and counts must be equal."""
+    found = [
+        *_compare_tensors("initial", trace.initial, reference.initial, 0.0),
+        *_compare_tensors("gradient", trace.gradients, reference.gradients, bound),
+        *_compare_tensors("final", trace.final, reference.final, bound),
+        *_compare_numbers("loss", trace.losses, reference.losses, bound),
+        *_compare_numbers("aux_loss", trace.aux_losses, reference.aux_losses, bound),
+        *_compare_numbers("grad_norm", trace.grad_norms, reference.grad_norms, bound),
+    ]
+    for step, (ours, theirs) in enumerate(zip(trace.counts, reference.counts, strict=True)):
+        if not torch.equal(ours, theirs):
+            found.append(Mismatch(f"counts of step {step}", float((ours - theirs).abs().max()), 0.0))
+    return sorted(found, key=lambda mismatch: -mismatch.error)
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """||a - b|| / ||b||; infinite when one of them is not finite, or b is zero and a is not."""
+    a, b = ours.double(), theirs.double()
+    if not bool(torch.isfinite(a).all()) or not bool(torch.isfinite(b).all()):
+        return float("inf")
+    difference, size = float((a - b).norm()), float(b.norm())
+    if difference == 0.0:
+        return 0.0
+    return difference / size if size else float("inf")
+
+
+def worst_error(trace: Trace, reference: Trace) -> tuple[str, float]:
+    """The gradient with the largest error, by name."""
+    errors = {name: relative_error(trace.gradients[name], theirs) for name, theirs in reference.gradients.items()}
+    name = max(errors, key=lambda key: errors[key])
+    return name, errors[name]
+
+
+def _compare_tensors(kind: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], bound: float) -> list[Mismatch]:
+    found = [Mismatch(f"{kind} {name} exists on one side only", float("inf"), bound) for name in ours.keys() ^ theirs]
+    for name in ours.keys() & theirs.keys():
+        error = relative_error(ours[name], theirs[name])
+        if not error <= bound:
+            found.append(Mismatch(f"{kind} {name}", error, bound))
+    return found
+
+
+def _compare_numbers(kind: str, ours: list[float], theirs: list[float], bound: float) -> list[Mismatch]:
+    found: list[Mismatch] = []
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        error = relative_error(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
+        if not error <= bound:
+            found.append(Mismatch(f"{kind} of step {step}", error, bound))
+    return found
+
+
+def one_process(parallel: ParallelConfig) -> ParallelConfig:
+    """The layout to compare with: everything on one rank."""
+    return replace(parallel, dp_replicate=1, dp_shard=-1, cp=1, ulysses=1, tp=1, ep=1, etp=1)
+
+

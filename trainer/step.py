@@ -1,0 +1,125 @@
+"""One optimizer step: the arithmetic that must not depend on the layout, in one place.
+
+    loss = sum over all valid tokens of the global batch / their number   (+ auxiliary losses, already normalised)
+
+The divisor counts every data rank and every accumulation step, and is known before the first backward. Gradients are
+therefore plain sums (see parallel/fsdp.py), the norm is the norm of the global gradient, and the balancing bias moves
+once, by the counts of the whole batch.
+
+Shape suffixes: L MoE layers, E experts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe.layer import BalanceScale, MoE
+from moe.load_balance import update_expert_bias
+from parallel.mesh import Mesh
+from trainer.config import Config
+from trainer.data import Batch
+from trainer.loss import count_valid
+from trainer.models.transformer import ModelOutput
+from trainer.optim import clip_grad_norm, ensure_gradients
+
+
+class StepResult(NamedTuple):
+    """Figures of one step, the same on every rank. Tensors stay on the device until somebody reads them."""
+
+    # Mean cross-entropy per valid token, without the auxiliary losses.
+    loss: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
+    # Before clipping.
+    grad_norm: Tensor
+    # int64 (L, E) pairs of every rank and micro-batch; None for a model without MoE layers.
+    tokens_per_expert_LE: Tensor | None
+    # Pairs dropped by capacity.
+    dropped: Tensor
+    # Real (not padding) tokens.
+    num_tokens: Tensor
+    # False when the update was skipped.
+    updated: bool
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    mesh: Mesh,
+    config: Config,
+    may_update: Callable[[Tensor, Tensor], bool] | None = None,
+) -> StepResult:
+    """Forward and backward over this rank's micro-batches, then one update.
+
+    Args:
+        batches: this rank's micro-batches; every rank has the same number.
+        may_update: asked with (loss, grad_norm) before the update; False leaves the weights as they are.
+    """
+    batches = [batch.to(mesh.device) for batch in batches]
+    num_valid, num_tokens = global_counts(batches, mesh)
+    balance = BalanceScale(num_tokens, config.train.global_batch_size, len(batches))
+    sums: Tensor | None = None
+    counts: Tensor | None = None
+    for batch in batches:
+        output = forward(model, batch, config.data.document_mask, balance)
+        assert output.loss_sum is not None
+        loss = output.loss_sum / num_valid.clamp(min=1)
+        (loss + output.aux_loss + output.z_loss).backward()
+        parts = torch.stack([part.detach().double() for part in (loss, output.aux_loss, output.z_loss, output.dropped)])
+        sums = parts if sums is None else sums + parts
+        if output.tokens_per_expert_LE is not None:
+            counts = output.tokens_per_expert_LE if counts is None else counts + output.tokens_per_expert_LE
+    assert sums is not None
+    sum_over_data(sums, mesh)
+    if counts is not None:
+        sum_over_data(counts, mesh)
+    ensure_gradients(model)
+    grad_norm = clip_grad_norm(model, config.optim.max_grad_norm, mesh.config.ep > 1)
+    updated = may_update is None or may_update(sums[0], grad_norm)
+    if updated:
+        optimizer.step()
+        move_expert_bias(model, counts)
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(sums[0], sums[1], sums[2], grad_norm, counts, sums[3], num_tokens, updated)
+
+
+def forward(
+    model: nn.Module, batch: Batch, document_mask: bool, balance: BalanceScale | None = None
+) -> ModelOutput:
+    """Run the model on a batch with labels. Without `document_mask` each sequence is one document."""
+    return model(
+        batch.tokens_BS,
+        labels_BS=batch.labels_BS,
+        positions_BS=batch.positions_BS if document_mask else None,
+        document_ids_BS=batch.document_ids_BS if document_mask else None,
+        balance=balance,
+    )
+
+
+def global_counts(batches: Sequence[Batch], mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Valid labels and real tokens of the global batch, over all data ranks and accumulation steps."""
+    valid = torch.stack([count_valid(batch.labels_BS) for batch in batches]).sum()
+    tokens = torch.stack([(batch.document_ids_BS >= 0).sum() for batch in batches]).sum()
+    counts = torch.stack([valid, tokens])
+    sum_over_data(counts, mesh)
+    return counts[0], counts[1]
+
+
+def sum_over_data(tensor: Tensor, mesh: Mesh) -> None:
+    """In place, over every rank that holds different tokens."""
+    if mesh.world_size > 1:
+        dist.all_reduce(tensor, group=mesh.data_group)
+
+
+def move_expert_bias(model: nn.Module, counts_LE: Tensor | None) -> None:
+    """Update the balancing bias of every MoE layer that has one, from the counts of the whole optimizer step."""
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    for index, layer in enumerate(layers):
+        if layer.expert_bias is not None and layer.config.bias_update_rate:
+            assert counts_LE is not None
+            rate = layer.config.bias_update_rate
+            layer.expert_bias.copy_(update_expert_bias(layer.expert_bias, counts_LE[index], rate))
