@@ -52,6 +52,8 @@ class SequencePlan(NamedTuple):
 
 def choose_backend(config: AttentionConfig, device: torch.device, dtype: torch.dtype, *, documents: bool) -> str:
     """Resolves `attention.backend`; raises ValueError when what was asked for cannot run here."""
+    if config.backend not in ("auto", "sdpa", "varlen", "reference"):
+        raise ValueError(f"model.attention.backend={config.backend!r} is not known; choose auto, sdpa or varlen")
     can_varlen = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     if config.backend == "varlen" and not can_varlen:
         raise ValueError(
@@ -126,7 +128,7 @@ def _cumulative_lengths(
     if max_documents is None:
         max_documents = int(starts_T.sum())
     # The last slot takes what is not a start and is then overwritten; unused slots are documents of no tokens.
-    torch._assert_async((starts_T.sum() <= max_documents), "more documents in the batch than max_documents")
+    torch._assert_async(starts_T.sum() <= max_documents, "more documents in the batch than max_documents")
     slots_T = torch.where(starts_T, starts_T.cumsum(0) - 1, max_documents)
     index_T = torch.arange(B * S, dtype=torch.int32, device=device)
     cu_seqlens = torch.full((max_documents + 1,), B * S, dtype=torch.int32, device=device)
@@ -181,12 +183,11 @@ def reference_attention(
     A sink is one more logit per head in the softmax's denominator, without a value.
     """
     B, S, H, _ = q_BSHD.shape
-    if mask_B1SS is None:
-        mask_B1SS = _causal_mask(S, None, q_BSHD.device)
+    sees_B1SS = _causal_mask(S, None, q_BSHD.device) if mask_B1SS is None else mask_B1SS
     group = H // k_BSGD.size(2)
     k_BSHD, v_BSHV = (tensor.repeat_interleave(group, dim=2) for tensor in (k_BSGD, v_BSGV))
     logits = torch.einsum("bshd,bthd->bhst", q_BSHD, k_BSHD) * scale
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(~mask_B1SS, float("-inf"))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(~sees_B1SS, float("-inf"))
     if sinks_H is not None:
         column = sinks_H.to(logits.dtype).view(1, H, 1, 1).expand(B, H, S, 1)
         logits = torch.cat((logits, column), dim=-1)

@@ -1,8 +1,8 @@
 """The language model: embedding, a loop over blocks, a norm, the head.
 
-A block is pre-norm attention followed by a pre-norm dense feed-forward or a MoE layer. What depends on the batch but not
-on the layer (positions, documents, masks) is planned once, before the loop. The head takes the labels and returns the
-summed loss, so that the logits of a whole batch never exist in training.
+A block is pre-norm attention followed by a pre-norm dense feed-forward or a MoE layer. What depends on the batch but
+not on the layer (positions, documents, masks) is planned once, before the loop. The head takes the labels and returns
+the summed loss, so that the logits of a whole batch never exist in training.
 
 Construction only allocates: build on the meta device, then let parallel/init.py fill each parameter by `init_rule`.
 
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from moe.feed_forward import FeedForward
 from moe.layer import BalanceScale, MoE, MoEStats
+from parallel.init import InitRule
 from trainer.loss import linear_cross_entropy
 from trainer.models.attention import build_attention
 from trainer.models.config import ModelConfig
@@ -64,17 +65,28 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The output map to the vocabulary. With labels it returns their summed loss and never holds all logits."""
+    """The output map to the vocabulary. With labels it returns their summed loss and never holds all logits.
+
+    A tied head has no weight of its own and is given the embedding's: a parameter that two modules share would not
+    survive the move from the meta device.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        tied = config.tie_embeddings
+        self.weight = None if tied else nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        # Set by whoever compiles the blocks: fuses the element-wise work on each chunk of logits.
+        self.compile_chunks = False
 
-    def forward(self, h_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+    def forward(self, h_BSD: Tensor, labels_BS: Tensor | None = None, embedding_VD: Tensor | None = None) -> Tensor:
         """-> logits (B, S, V), or with labels (-100: not counted) the sum of the cross-entropy, a scalar."""
+        weight_VD = embedding_VD if self.weight is None else self.weight
+        assert weight_VD is not None
         if labels_BS is None:
-            return F.linear(h_BSD, self.weight)
-        return linear_cross_entropy(h_BSD.flatten(0, 1), self.weight, labels_BS.flatten())
+            return F.linear(h_BSD, weight_VD)
+        return linear_cross_entropy(
+            h_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), compile_chunks=self.compile_chunks
+        )
 
 
 class Transformer(nn.Module):
@@ -88,8 +100,6 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = Head(config)
-        if config.tie_embeddings:
-            self.head.weight = self.tok_embeddings.weight
 
     def forward(
         self,
@@ -125,7 +135,7 @@ class Transformer(nn.Module):
             x_BSD, stats = block(x_BSD, plan, balance)
             if stats is not None:
                 layer_stats.append(stats)
-        out = self.head(self.norm(x_BSD), labels_BS)
+        out = self.head(self.norm(x_BSD), labels_BS, self.tok_embeddings.weight)
         loss_sum, logits_BSV = (None, out) if labels_BS is None else (out, None)
         return ModelOutput(loss_sum, logits_BSV, *_total(layer_stats, x_BSD.device))
 
@@ -137,13 +147,6 @@ def _total(layer_stats: list[MoEStats], device: torch.device) -> tuple[Tensor, T
         return zero, zero, None, torch.zeros((), dtype=torch.int64, device=device)
     aux, z, counts, dropped = (torch.stack(field) for field in zip(*layer_stats, strict=True))
     return aux.sum(), z.sum(), counts, dropped.sum()
-
-
-class InitRule(NamedTuple):
-    """How a parameter starts: `normal` with mean 0 and `std` (clamped at 3 std), `ones` or `zeros`."""
-
-    kind: str
-    std: float = 0.0
 
 
 def init_rule(name: str, config: ModelConfig) -> InitRule:
@@ -171,7 +174,7 @@ class ParameterCount(NamedTuple):
 
 
 def count_parameters(model: Transformer) -> ParameterCount:
-    """Counts on any device, meta included; tied weights once, balancing biases (buffers) not at all.
+    """Counts on any device, meta included; a tied weight once, balancing biases (buffers) not at all.
 
     Embedding and head both count as active, as in Qwen3's and DeepSeek's figures; gpt-oss leaves the embedding out of
     its active figure.

@@ -14,6 +14,8 @@ Shapes: B batch, S sequence, T = B * S tokens, H query heads, G key/value heads,
 N documents.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -79,7 +81,7 @@ def _flash_varlen(
 
 
 @_flash_varlen.register_fake
-def _(q_THD, k_TGD, v_TGD, sinks_H, cu_seqlens_N, max_len, scale, window):  # noqa: ANN001, ANN202
+def _flash_varlen_shapes(q_THD: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     T, H, _ = q_THD.shape
     return torch.empty_like(q_THD), q_THD.new_empty((H, T), dtype=torch.float32)
 
@@ -122,7 +124,9 @@ def _flash_varlen_backward(
 
 
 @_flash_varlen_backward.register_fake
-def _(grad_THD, q_THD, k_TGD, v_TGD, *_rest):  # noqa: ANN001, ANN002, ANN202
+def _flash_varlen_backward_shapes(
+    grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *_rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q_THD), torch.empty_like(k_TGD), torch.empty_like(v_TGD)
 
 
@@ -131,14 +135,14 @@ def _kernel_window(window: int) -> tuple[int, int]:
     return (window - 1, 0) if window > 0 else (-1, 0)
 
 
-def _save_for_backward(ctx, inputs, output) -> None:  # noqa: ANN001
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sinks, cu_seqlens, ctx.max_len, ctx.scale, ctx.window = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, lse)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_THD: Tensor, _grad_lse: Tensor | None):  # noqa: ANN001, ANN202
+def _backward(ctx: Any, grad_THD: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks_H, cu_seqlens, out_THD, lse_HT = ctx.saved_tensors
     dq, dk, dv = _flash_varlen_backward(
         grad_THD, q, k, v, out_THD, lse_HT, cu_seqlens, ctx.max_len, ctx.scale, ctx.window

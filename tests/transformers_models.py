@@ -1,0 +1,285 @@
+"""Tiny random models of `transformers`, our ModelConfig of the same shape, and their weights under our names.
+
+`transformers` casts to fp32 inside its norms, routers and softmaxes whatever the model's dtype. `KeepDouble` lets those
+casts pass fp64 through, so that a comparison in fp64 can be held to 1e-10; its RoPE tables stay fp32, as ours are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from moe.config import MoEConfig
+from trainer.models.config import AttentionConfig, ModelConfig, RopeConfig
+from trainer.models.transformer import Transformer
+
+V, D, F, E, K, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 96, 32, 24, 8, 2, 3, 4, 2, 16
+# Short enough that a sequence of 40 tokens is beyond it.
+ORIGINAL_LEN = 16
+COMMON: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+}
+
+
+class KeepDouble(TorchFunctionMode):
+    """fp64 tensors are not cast down to fp32 by `.float()`, `.to`, `.type` or a softmax's dtype."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        double = len(args) > 0 and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if double and func is torch.Tensor.float:
+            return args[0]
+        if double and func in (torch.Tensor.to, torch.Tensor.type) and torch.float32 in args[1:]:
+            return args[0]
+        if double and kwargs.get("dtype") == torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def qwen3_moe() -> tuple[nn.Module, ModelConfig]:
+    import transformers
+
+    hf = transformers.Qwen3MoeConfig(
+        **COMMON,
+        head_dim=HEAD_DIM,
+        intermediate_size=40,
+        moe_intermediate_size=F,
+        num_experts=E,
+        num_experts_per_tok=K,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    config = _config(
+        AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, qk_norm="head"),
+        RopeConfig(theta=1e6),
+        MoEConfig(num_experts=E, top_k=K, expert_dim=F),
+        num_dense_layers=1,
+        ffn_dim=40,
+    )
+    return transformers.Qwen3MoeForCausalLM(hf), config
+
+
+def mixtral() -> tuple[nn.Module, ModelConfig]:
+    import transformers
+
+    hf = transformers.MixtralConfig(
+        **COMMON,
+        intermediate_size=F,
+        num_local_experts=E,
+        num_experts_per_tok=K,
+        sliding_window=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    config = _config(
+        AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=D // HEADS),
+        RopeConfig(theta=1e6),
+        MoEConfig(num_experts=E, top_k=K, expert_dim=F),
+        norm_eps=1e-5,
+    )
+    return transformers.MixtralForCausalLM(hf), config
+
+
+def olmoe() -> tuple[nn.Module, ModelConfig]:
+    import transformers
+
+    hf = transformers.OlmoeConfig(
+        **COMMON,
+        intermediate_size=F,
+        num_experts=E,
+        num_experts_per_tok=K,
+        norm_topk_prob=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    config = _config(
+        AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=D // HEADS, qk_norm="full"),
+        RopeConfig(),
+        MoEConfig(num_experts=E, top_k=K, expert_dim=F, normalize_topk=False),
+        norm_eps=1e-5,
+    )
+    return transformers.OlmoeForCausalLM(hf), config
+
+
+def deepseek_v3(q_lora_rank: int | None = 12, mscale: float = 0.8) -> tuple[nn.Module, ModelConfig]:
+    """mscale differs from mscale_all_dim (unlike in the published V3), so that a mix-up shows."""
+    import transformers
+
+    common = {**COMMON, "num_key_value_heads": HEADS}
+    yarn = {"factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": mscale, "mscale_all_dim": 0.9}
+    hf = transformers.DeepseekV3Config(
+        **common,
+        intermediate_size=40,
+        moe_intermediate_size=F,
+        n_routed_experts=E,
+        num_experts_per_tok=K,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": ORIGINAL_LEN,
+            **yarn,
+        },
+    )
+    attention = AttentionConfig(
+        kind="mla",
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        q_lora_rank=q_lora_rank or 0,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+    )
+    moe = MoEConfig(
+        num_experts=E,
+        top_k=K,
+        expert_dim=F,
+        shared_expert_dim=2 * F,
+        score_function="sigmoid",
+        route_scale=2.5,
+        num_groups=4,
+        top_groups=2,
+        expert_bias=True,
+    )
+    rope = RopeConfig(scaling="yarn", original_seq_len=ORIGINAL_LEN, interleaved=True, **yarn)
+    config = _config(attention, rope, moe, num_dense_layers=1, ffn_dim=40, norm_eps=1e-5)
+    return transformers.DeepseekV3ForCausalLM(hf), config
+
+
+def gpt_oss() -> tuple[nn.Module, ModelConfig]:
+    import transformers
+
+    hf = transformers.GptOssConfig(
+        **COMMON,
+        head_dim=HEAD_DIM,
+        intermediate_size=F,
+        num_local_experts=E,
+        num_experts_per_tok=K,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": ORIGINAL_LEN,
+        },
+    )
+    attention = AttentionConfig(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        bias=True,
+        sinks=True,
+        sliding_window=7,
+        sliding_window_layers="even",
+    )
+    moe = MoEConfig(
+        num_experts=E, top_k=K, expert_dim=F, router_bias=True, linear_bias=True, activation="clamped_swiglu"
+    )
+    rope = RopeConfig(theta=150000.0, scaling="yarn", factor=8.0, original_seq_len=ORIGINAL_LEN, truncate=False)
+    return transformers.GptOssForCausalLM(hf), _config(attention, rope, moe, norm_eps=1e-5)
+
+
+FAMILIES = {"qwen3_moe": qwen3_moe, "mixtral": mixtral, "olmoe": olmoe, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
+
+
+def _config(attention: AttentionConfig, rope: RopeConfig, moe: MoEConfig, **rest: Any) -> ModelConfig:
+    moe.backend = "reference"
+    return ModelConfig(vocab_size=V, dim=D, num_layers=LAYERS, attention=attention, rope=rope, moe=moe, **rest)
+
+
+def build_pair(name: str, dtype: torch.dtype, seed: int = 0, **kwargs: Any) -> tuple[nn.Module, Transformer]:
+    """The `transformers` model with random weights (norms, biases and sinks too), and ours with the same weights."""
+    reference, config = FAMILIES[name](**kwargs)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter_name, tensor in [*reference.named_parameters(), *_named_bias_buffers(reference)]:
+        centre, spread = (1.0, 0.2) if "norm" in parameter_name else (0.0, 0.15)
+        tensor.data = centre + spread * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+    tables = reference.model.rotary_emb.inv_freq.clone()
+    reference = reference.to(dtype).eval()
+    reference.model.rotary_emb.inv_freq = tables
+    ours = Transformer(config).to(dtype)
+    ours.load_state_dict(convert(reference, config))
+    return reference, ours
+
+
+def _named_bias_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]
+
+
+RENAMES = [
+    ("model.embed_tokens.", "tok_embeddings."),
+    ("model.norm.", "norm."),
+    ("lm_head.", "head."),
+    ("model.layers.", "layers."),
+    ("input_layernorm", "attention_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+    ("self_attn.", "attention."),
+    ("q_a_layernorm", "q_norm"),
+    ("kv_a_layernorm", "kv_norm"),
+    ("kv_a_proj_with_mqa", "wkv_a"),
+    ("mlp.gate.e_score_correction_bias", "moe.expert_bias"),
+    ("mlp.gate.", "moe.router."),
+    ("mlp.router.", "moe.router."),
+    ("mlp.experts.gate_up_proj_bias", "moe.experts.b_gate_up"),
+    ("mlp.experts.gate_up_proj", "moe.experts.w_gate_up"),
+    ("mlp.experts.down_proj_bias", "moe.experts.b_down"),
+    ("mlp.experts.down_proj", "moe.experts.w_down"),
+    ("mlp.shared_experts.", "moe.shared."),
+    ("mlp.", "feed_forward."),
+    *((f"{name}_proj", f"w{name}") for name in ("q_a", "q_b", "kv_b", "q", "k", "v", "o")),
+    *((f"{name}_proj", f"w_{name}") for name in ("gate", "up", "down")),
+]
+
+
+def convert(reference: nn.Module, config: ModelConfig, *, gradients: bool = False) -> dict[str, Tensor]:
+    """The reference's weights (or their gradients) under our names and in our shapes."""
+    tensors = dict(reference.named_parameters())
+    if gradients:
+        tensors = {name: tensor.grad for name, tensor in tensors.items()}
+    else:
+        tensors |= dict(_named_bias_buffers(reference))
+    converted = {}
+    for name, tensor in tensors.items():
+        for old, new in RENAMES:
+            name = name.replace(old, new)
+        converted[name] = _expert_layout(name, tensor.detach(), config)
+    return converted
+
+
+def _expert_layout(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    gpt_oss_layout = config.moe.activation == "clamped_swiglu"  # (E, in, out), gate and up alternate
+    if gpt_oss_layout and ".experts.w_" in name:
+        tensor = tensor.transpose(1, 2)
+    if "gate_up" not in name:
+        return tensor
+    if gpt_oss_layout:
+        return tensor.unflatten(1, (-1, 2)).transpose(1, 2)
+    return tensor.unflatten(1, (2, -1))
