@@ -1,0 +1,107 @@
+"""The optimizer, its parameter groups, the learning-rate schedule and gradient clipping.
+
+The schedule is a pure function of the step: nothing of it needs saving, and a resumed run cannot drift from it.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.config import OptimConfig
+
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """A fused AdamW (or plain SGD without momentum, for comparisons) over the trainable parameters of `model`.
+
+    Build it after the model is sharded. Groups are split by weight decay and by device mesh, because a fused step
+    cannot mix meshes.
+
+    Raises:
+        ValueError: `config.name` is unknown.
+    """
+    groups = parameter_groups(model.named_parameters(), config.weight_decay)
+    if config.name == "adamw":
+        beta1, beta2 = config.betas
+        return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr)
+    raise ValueError(f"optim.name={config.name} must be adamw or sgd")
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, object]]:
+    """Groups in order of first appearance, so that they are the same on every rank and in every run."""
+    groups: dict[tuple[bool, object], dict[str, object]] = {}
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        decay = is_decayed(name, parameter)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        empty: dict[str, object] = {"params": [], "weight_decay": weight_decay if decay else 0.0}
+        members = groups.setdefault((decay, mesh), empty)["params"]
+        assert isinstance(members, list)
+        members.append(parameter)
+    return list(groups.values())
+
+
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Matrices decay; norms, biases and sinks do not. Stacked biases of experts (`b_*`) have more dims but are biases."""
+    return parameter.ndim > 1 and not name.rpartition(".")[2].startswith("b_")
+
+
+def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
+    """The rate of update number `step` (0 is the first).
+
+    Warm-up is linear and reaches `lr` at update `warmup_steps - 1`; the last update has `lr * min_lr_ratio` (but for
+    `constant`). `wsd` stays at `lr` until the last `decay_ratio` of all steps and then falls linearly.
+
+    Raises:
+        ValueError: `config.schedule` is unknown.
+    """
+    if config.schedule not in SCHEDULES:
+        raise ValueError(f"optim.schedule={config.schedule} must be one of {', '.join(SCHEDULES)}")
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    decay_steps = total_steps - config.warmup_steps
+    if config.schedule == "wsd":
+        decay_steps = min(decay_steps, round(config.decay_ratio * total_steps))
+    # 0 before the decay begins, 1 at the last update and whatever follows.
+    progress = min(1.0, max(0.0, 1 - (total_steps - 1 - step) / max(1, decay_steps)))
+    fall = (1 - math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else progress
+    return config.lr * (1 - fall + fall * config.min_lr_ratio)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the rate of every group for the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def ensure_gradients(model: nn.Module) -> None:
+    """Gives each trainable parameter without a gradient one of zeros.
+
+    Otherwise the optimizer would skip it (an expert that no token chose, say): no decay, no decay of its moments, and
+    a step count that falls behind the others'.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, ep_enabled: bool) -> Tensor:
+    """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before that.
+
+    The norm is over all shards of every mesh, the same scalar on each rank. `max_norm <= 0` only measures.
+    """
+    # Imported here: it takes seconds, and only a training step needs it.
+    from torchtitan.distributed.utils import clip_grad_norm_
+
+    # An infinite bound scales by exactly 1.
+    bound = max_norm if max_norm > 0 else math.inf
+    return clip_grad_norm_(model.parameters(), bound, foreach=True, ep_enabled=ep_enabled)
