@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore
 
 from comms.kernels.gather_sum import gather_sum
 
@@ -72,7 +72,8 @@ def plan_dispatch(items_TN: Tensor, group: dist.ProcessGroup | None, num_items: 
     send_N2 = torch.stack([is_sent_TN.sum(0), items_TN.sum(0)], dim=1)
     recv_N2 = exchange_counts(send_N2, group.group_name)
     # The one host synchronization of a dispatch.
-    sent, received = torch.stack([send_N2, recv_N2]).tolist()
+    table: list[list[list[int]]] = torch.stack([send_N2, recv_N2]).tolist()  # pyright: ignore
+    sent, received = table
     send_counts = [rows for rows, _ in sent]
     slots_TN, send_tokens_S = _send_order(is_sent_TN, sum(send_counts))
     return DispatchPlan(
@@ -97,9 +98,7 @@ def _send_order(is_sent_TN: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
     return slots.view(num_ranks, num_tokens).t().contiguous(), send_tokens[:num_sent]
 
 
-def dispatch(
-    plan: DispatchPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch(plan: DispatchPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Send each token to the ranks of its plan, with its side columns.
 
     Args:
@@ -184,7 +183,7 @@ def unpack(record_RB: Tensor, like: list[Tensor]) -> list[Tensor]:
 def _exchange(record: Tensor, send_counts: list[int], recv_counts: list[int], group_name: str) -> Tensor:
     received = record.new_empty(sum(recv_counts), record.shape[1])
     group = _resolve_process_group(group_name)  # type: ignore[no-untyped-call]
-    dist.all_to_all_single(received, record, recv_counts, send_counts, group=group)
+    dist.all_to_all_single(received, record, recv_counts, send_counts, group=group)  # pyright: ignore
     return received
 
 
@@ -219,13 +218,13 @@ def sum_over_ranks(counts: Tensor, group_name: str) -> Tensor:
     return total
 
 
-@dispatch_records.register_fake
-@return_records.register_fake
+@dispatch_records.register_fake  # pyright: ignore[reportUnknownMemberType]
+@return_records.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(record: Tensor, send_counts: list[int], recv_counts: list[int], group_name: str) -> Tensor:
     return record.new_empty(sum(recv_counts), record.shape[1])
 
 
-@exchange_counts.register_fake
-@sum_over_ranks.register_fake
+@exchange_counts.register_fake  # pyright: ignore[reportUnknownMemberType]
+@sum_over_ranks.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(counts: Tensor, group_name: str) -> Tensor:
     return torch.empty_like(counts)

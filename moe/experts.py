@@ -11,7 +11,7 @@ nothing beside the activation, and its gradient needs `a` alone: y never has to 
 Shape suffixes: R rows, K experts per token, P pairs, D model dim, F expert hidden dim, E experts of this rank.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,7 @@ class GroupedExperts(nn.Module):
             return reference_experts(rows_RD, ids_RK, weights_RK, w_gate_up, w_down, b_gate_up, b_down, self.config)
         pairs = sort_pairs(ids_RK, w_down.shape[0], num_pairs)
         weights_P = weights_RK.reshape(-1).gather(0, pairs.order_P)
-        x_PD = _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK)
+        x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK))  # pyright: ignore
         if self.config.scores_before_experts:
             x_PD, weights_P = (x_PD * weights_P[:, None]).to(x_PD.dtype), torch.ones_like(weights_P)
         h_PH = grouped_linear(x_PD, w_gate_up.flatten(1, 2), pairs.offsets_E, exact=True)

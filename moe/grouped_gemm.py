@@ -27,9 +27,7 @@ def resolve_backend(backend: str, dtype: torch.dtype, device: torch.device) -> s
     if backend == "auto":
         return "reference" if dtype == torch.float64 else "grouped_mm"
     if backend == "fused":
-        raise ValueError(
-            "model.moe.backend=fused is not available in this version; use auto, grouped_mm or reference."
-        )
+        raise ValueError("model.moe.backend=fused is not available in this version; use auto, grouped_mm or reference.")
     if backend not in ("grouped_mm", "reference"):
         raise ValueError(f"model.moe.backend={backend!r} is unknown; use auto, fused, grouped_mm or reference.")
     if backend == "grouped_mm" and dtype == torch.float64:
@@ -55,7 +53,7 @@ def grouped_linear(
 
 
 def _loop_linear(x_PI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    ends = offsets_E.tolist()
+    ends: list[int] = offsets_E.tolist()  # pyright: ignore
     blocks = [
         x_PI[start:end] @ weight.t() for start, end, weight in zip([0, *ends], ends, weight_EOI.unbind(0), strict=False)
     ]

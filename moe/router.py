@@ -107,7 +107,7 @@ def keep_choice(ids_TK: Tensor) -> Tensor:
     return ids_TK.clone()
 
 
-@keep_choice.register_fake
+@keep_choice.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(ids_TK: Tensor) -> Tensor:
     return torch.empty_like(ids_TK)
 

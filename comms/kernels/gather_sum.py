@@ -8,6 +8,10 @@ Worked example: rows = [[1], [2], [4]], slots = [[0, 2], [-1, 1], [-1, -1]] give
 Shape suffixes: T output rows, S input rows, N terms per output row, D row width.
 """
 
+# Kernels are written in Triton's language, which has no types.
+# pyright: basic
+# ruff: noqa: ANN001, ANN202
+
 import os
 
 import torch
@@ -18,7 +22,7 @@ from torch import Tensor
 
 @torch.library.custom_op("sluicegate::gather_sum", mutates_args=())
 def gather_sum(rows_SD: Tensor, slots_TN: Tensor) -> Tensor:
-    """out_TD[t] = sum_n rows_SD[slots_TN[t, n]], skipping slots of -1. No autograd: callers state their own backward."""
+    """out_TD[t] = sum_n rows_SD[slots_TN[t, n]], skipping slots of -1. No autograd: callers state their backward."""
     rows_SD = rows_SD.contiguous()
     if rows_SD.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
         return _gather_sum_triton(rows_SD, slots_TN.contiguous())
@@ -52,7 +56,7 @@ def _gather_sum_triton(rows_SD: Tensor, slots_TN: Tensor) -> Tensor:
     grid = (num_out, triton.cdiv(width, block))
     wide = tl.float64 if rows_SD.dtype == torch.float64 else tl.float32
     with torch.cuda.device(rows_SD.device) if rows_SD.is_cuda else torch.no_grad():
-        _gather_sum_kernel[grid](rows_SD, slots_TN, out_TD, width, num_terms, WIDE=wide, BLOCK=block)
+        _gather_sum_kernel[grid](rows_SD, slots_TN, out_TD, width, num_terms, WIDE=wide, BLOCK=block)  # type: ignore[arg-type]
     return out_TD
 
 

@@ -6,6 +6,10 @@ Asking the device which experts these are would stall the host, so a kernel look
 Worked example: offsets = [2, 2, 5] means that expert 1 is empty: only matrices[1] becomes zero.
 """
 
+# Kernels are written in Triton's language, which has no types.
+# pyright: basic
+# ruff: noqa: ANN001, ANN202
+
 import os
 
 import torch
@@ -26,7 +30,8 @@ def zero_empty_groups_(matrices_EOI: Tensor, offsets_E: Tensor) -> None:
     assert matrices_EOI.is_contiguous()
     num_experts, size = matrices_EOI.shape[0], matrices_EOI[0].numel()
     with torch.cuda.device(matrices_EOI.device) if matrices_EOI.is_cuda else torch.no_grad():
-        _zero_kernel[(num_experts, min(triton.cdiv(size, BLOCK), 64))](matrices_EOI, offsets_E, size, BLOCK=BLOCK)
+        grid = (num_experts, min(triton.cdiv(size, BLOCK), 64))
+        _zero_kernel[grid](matrices_EOI, offsets_E, size, BLOCK=BLOCK)  # type: ignore[arg-type]
 
 
 @triton.jit
