@@ -93,7 +93,7 @@ class WorkerPool:
 def _receive(pipe: Any) -> tuple[bool, Any]:
     try:
         return pipe.recv()
-    except EOFError:
+    except (EOFError, OSError):
         return False, "the process died"
 
 
