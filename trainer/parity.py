@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 from parallel.config import ParallelConfig
 from parallel.init import clean_name
 from parallel.mesh import Mesh, build_mesh
-from parallel.parallelize import parallelize
-from trainer.config import Config, OptimConfig, TrainConfig
+from trainer.build import build_model
+from trainer.config import Config, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from trainer.data import Batch
 from trainer.models.config import ModelConfig
-from trainer.models.transformer import Transformer, init_rule
 from trainer.optim import build_optimizer
 from trainer.step import train_step
 
@@ -45,7 +44,7 @@ def trace_layout(
     model_config: ModelConfig,
     parallel: ParallelConfig,
     *,
-    dtype: torch.dtype = torch.float64,
+    recipe: str = "fp64",
     device: torch.device | None = None,
     steps: int = 3,
     global_batch_size: int = 8,
@@ -66,11 +65,13 @@ def trace_layout(
             seq_len=seq_len,
             steps=steps,
         ),
+        run=RunConfig(seed=seed),
         model=model_config,
         parallel=mesh.config,
+        precision=PrecisionConfig(recipe=recipe),
         optim=OptimConfig(name="sgd", lr=0.1, weight_decay=0.0, max_grad_norm=max_grad_norm),
     )
-    model = build_model(config, mesh, dtype)
+    model = build_model(config, mesh)
     optimizer = build_optimizer(model, config.optim)
     trace = Trace(initial=full_tensors(model))
 
@@ -89,26 +90,6 @@ def trace_layout(
             trace.counts.append(result.tokens_per_expert_LE.cpu())
     trace.final = full_tensors(model)
     return trace
-
-
-def build_model(config: Config, mesh: Mesh, dtype: torch.dtype, compute_dtype: torch.dtype | None = None) -> Transformer:
-    """A model on its device under the mesh's layout, with its initial weights in `dtype`."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model = Transformer(config.model)
-    finally:
-        torch.set_default_dtype(previous)
-    parallelize(
-        model,
-        model.layers,
-        mesh,
-        compute_dtype=compute_dtype or dtype,
-        rule_of=lambda name: init_rule(name, config.model),
-        seed=config.run.seed,
-    )
-    return model
 
 
 def synthetic_batches(config: Config, mesh: Mesh, step: int) -> list[Batch]:

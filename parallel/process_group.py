@@ -1,0 +1,51 @@
+"""Joining the other processes of a run, and leaving them."""
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def process_group(timeout_seconds: int) -> Iterator[torch.device]:
+    """The default process group, for the time of a run; yields this rank's device.
+
+    Under torchrun it spans every process; started plainly, it is a world of one. With GPUs it is NCCL for tensors on
+    the device and gloo for those on the CPU, otherwise gloo.
+
+    Raises:
+        RuntimeError: when this node has fewer GPUs than processes.
+    """
+    device = _device()
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def global_rank() -> int:
+    """This process's rank, also before the group exists."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= count:
+        raise RuntimeError(
+            f"process {local_rank} of this node has no GPU of its own: {count} visible. Start at most {count} processes "
+            "per node, or set CUDA_VISIBLE_DEVICES= to train on CPUs."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,64 @@
+"""Continue a text with a trained model.
+
+    python scripts/generate.py runs/RUN_ID --prompt "def main(" [--tokens 200] [--temperature 0.8]
+
+RUN is a run's folder, or one of its checkpoints (runs/RUN_ID/checkpoints/step_00000100). One process, on the first GPU
+if there is one; the layout that the run was trained with does not matter.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    import torch
+
+    from trainer.checkpoint import load_weights, open_checkpoint
+    from trainer.compose import load_config
+    from trainer.generate import generate
+    from trainer.build import meta_model
+    from trainer.tokenizer import read_tokenizer
+
+    try:
+        stored = open_checkpoint(arguments.run, notify=lambda line: print(line, file=sys.stderr))
+        run = stored.path.parent.parent
+        config = load_config(run / "config.yaml")
+        tokenizer = read_tokenizer(run / "tokenizer")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = meta_model(config).to_empty(device=device)
+        load_weights(stored.path, model)
+        text = generate(
+            model,
+            tokenizer,
+            arguments.prompt,
+            max_new_tokens=arguments.tokens,
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            seed=arguments.seed,
+            max_context=config.train.seq_len,
+            device=device,
+        )
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Continue a text with a trained model.")
+    parser.add_argument("run", type=Path, help="a run's folder, or one of its checkpoints")
+    parser.add_argument("--prompt", default="", help="the text to continue; empty starts a new document")
+    parser.add_argument("--tokens", type=int, default=200, help="at most so many new tokens")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument("--top-p", type=float, default=0.95, help="sample among the likeliest tokens of this total")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""From a config and a mesh to a model that can train: built without memory, laid out, then filled."""
+
+import torch
+
+from parallel.mesh import Mesh
+from parallel.parallelize import parallelize
+from trainer.config import Config
+from trainer.models.transformer import Transformer, init_rule
+
+# precision.recipe -> dtype of the parameters (the masters that the optimizer updates), dtype of forward and backward.
+DTYPES = {
+    "bf16": (torch.float32, torch.bfloat16),
+    "fp32": (torch.float32, torch.float32),
+    "fp64": (torch.float64, torch.float64),
+}
+
+
+def build_model(config: Config, mesh: Mesh) -> Transformer:
+    """The model of a run on its device, laid out by the mesh, with its initial weights.
+
+    Raises:
+        ValueError: for a recipe that this version cannot run, or sizes that do not fit the mesh.
+    """
+    if config.precision.recipe not in DTYPES:
+        raise ValueError(
+            f"precision.recipe={config.precision.recipe} is not available in this version; use one of "
+            f"{', '.join(DTYPES)}."
+        )
+    master, compute = DTYPES[config.precision.recipe]
+    model = meta_model(config, master)
+    parallelize(
+        model,
+        model.layers,
+        mesh,
+        compute_dtype=compute,
+        rule_of=lambda name: init_rule(name, config.model),
+        seed=config.run.seed,
+    )
+    return model
+
+
+def meta_model(config: Config, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The model without memory: for counting, planning, and as the start of every layout."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            return Transformer(config.model)
+    finally:
+        torch.set_default_dtype(previous)
