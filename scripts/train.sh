@@ -1,0 +1,273 @@
+#!/usr/bin/env bash
+# Starts a run on this node with torchrun and says how it ended.
+#
+#   scripts/train.sh experiment=demo optim.lr=1e-3
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 RDZV_ID=job7 scripts/train.sh experiment=qwen3_30b_a3b   # likewise on node 1
+#
+# Arguments go to trainer.train unchanged. Settings are environment variables; those not given are printed with the
+# value chosen and the reason. DRY_RUN=1 prints the torchrun command and stops.
+#
+# Signals: SIGUSR1, SIGTERM, SIGHUP and Ctrl-C ask every worker to save at the next step boundary and exit; a second
+# Ctrl-C kills them. Exit code, from the run's status.json: 0 finished, 75 preempted (start it again with the same run
+# id and it resumes), 2 a mistake in the config or the data, 1 anything else.
+set -uo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=scripts/devices.sh
+source "$root/scripts/devices.sh"
+
+readonly EXIT_CONFIG=2 EXIT_PREEMPTED=75
+
+say() { printf 'train.sh: %s\n' "$*" >&2; }
+
+# default NAME VALUE REASON: sets a variable that is not set yet, and lets the first node say so.
+default() {
+  [ -n "${!1:-}" ] && return
+  printf -v "$1" '%s' "$2"
+  [ "${NODE_RANK:-0}" != 0 ] || say "$1=$2 ($3)"
+}
+
+# argument KEY DEFAULT "$@": the value of the last KEY=value among the overrides, without its quotes.
+argument() {
+  local key=$1 value=$2 word
+  shift 2
+  for word in "$@"; do
+    case $word in "$key="*) value=${word#*=} ;; esac
+  done
+  value=${value#[\"\']}
+  printf '%s' "${value%[\"\']}"
+}
+
+choose_settings() {
+  local gpus
+  gpus=$(count_gpus)
+  default NNODES 1 "one node unless told otherwise"
+  default NODE_RANK "${SLURM_NODEID:-0}" "this node's place; node 0 hosts the rendezvous"
+  if [ "$gpus" -gt 0 ]; then
+    default NPROC "$gpus" "one process per GPU"
+  else
+    default NPROC 2 "no GPU here: the fewest processes that exchange anything"
+  fi
+  default OMP_NUM_THREADS "$(($(nproc) / NPROC > 0 ? $(nproc) / NPROC : 1))" "the cores shared among the processes"
+  default MAX_RESTARTS 0 "a failed run ends; whoever started it decides whether it is worth another try"
+  default STOP_GRACE 30 "seconds a worker gets to end by itself once torchrun is gone"
+  if [ -x "$root/.venv/bin/python" ]; then
+    default PYTHON "$root/.venv/bin/python" "the checkout's environment"
+  else
+    default PYTHON python3 "no .venv in the checkout"
+  fi
+  choose_run_id "$@"
+  choose_rendezvous
+}
+
+choose_run_id() {
+  run_id=$(argument run.id "" "$@")
+  if [ -n "$run_id" ] && [ "$run_id" != null ]; then
+    return
+  elif [ -n "${SLURM_JOB_ID:-}" ]; then
+    default SLUICEGATE_RUN_ID "$SLURM_JOB_ID" "the job's id, which a requeue keeps: the run resumes by itself"
+  elif [ "$NNODES" -gt 1 ] && [ -z "${SLUICEGATE_RUN_ID:-}" ]; then
+    say "several nodes need one run id: give run.id=NAME or SLUICEGATE_RUN_ID=NAME, the same on each node"
+    exit "$EXIT_CONFIG"
+  else
+    default SLUICEGATE_RUN_ID "$(date +%Y%m%d-%H%M%S)-$$" "a new run; give run.id=NAME to resume one"
+  fi
+  export SLUICEGATE_RUN_ID
+  run_id=$SLUICEGATE_RUN_ID
+}
+
+choose_rendezvous() {
+  if [ "$NNODES" -gt 1 ]; then
+    if [ -z "${MASTER_ADDR:-}" ]; then
+      say "NNODES=$NNODES needs MASTER_ADDR, the address of node 0 that the other nodes reach"
+      exit "$EXIT_CONFIG"
+    fi
+    default MASTER_PORT 29500 "torchrun's usual port; choose another when two jobs share node 0"
+    endpoint=$MASTER_ADDR:$MASTER_PORT
+  else
+    # Port 0: the store takes a free one, so runs on one machine never collide.
+    endpoint=localhost:0
+  fi
+  default RDZV_ID "$run_id" "one rendezvous per run"
+}
+
+# Writes the command into the array `command`.
+build_command() {
+  local is_host=false
+  [ "$NODE_RANK" != 0 ] || is_host=true
+  if [ -n "${TORCHRUN:-}" ]; then
+    read -ra command <<<"$TORCHRUN"
+  else
+    command=("$PYTHON" -m torch.distributed.run)
+  fi
+  command+=(
+    --nnodes "$NNODES" --nproc-per-node "$NPROC" --max-restarts "$MAX_RESTARTS"
+    --rdzv-backend c10d --rdzv-id "$RDZV_ID" --rdzv-endpoint "$endpoint" --rdzv-conf "is_host=$is_host"
+    -m trainer.train "$@"
+  )
+}
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+# torchrun dies of SIGUSR1 and leaves its workers behind, and on SIGTERM it gives them 30 seconds. So it runs in a
+# process group of its own, ignores SIGUSR1, and only the workers, its children, get the signals sent here.
+
+agent=''            # torchrun's process id
+undelivered=''      # set while a worker is not ready for a signal that is due
+interrupts=0
+declare -A wanted=() delivered=()
+
+workers() {
+  [ -n "$agent" ] || return 0
+  grep -ls "^PPid:[[:space:]]*$agent\$" /proc/[0-9]*/status | cut -d / -f 3
+}
+
+# A worker that is still importing would die of the signal: it is due once the worker has installed a handler.
+catches() {
+  local mask
+  mask=$(sed -n 's/^SigCgt:[[:space:]]*//p' "/proc/$1/status" 2>/dev/null)
+  [ -n "$mask" ] && (((0x$mask >> ($(kill -l "$2") - 1)) & 1))
+}
+
+deliver() {
+  local signal worker reached
+  undelivered=''
+  for signal in "${!wanted[@]}"; do
+    reached=0
+    for worker in $(workers); do
+      if [ -z "${delivered[$worker.$signal]:-}" ]; then
+        catches "$worker" "$signal" && kill -s "$signal" "$worker" 2>/dev/null || continue
+        delivered[$worker.$signal]=1
+      fi
+      reached=$((reached + 1))
+    done
+    [ "$reached" -ge "$NPROC" ] || undelivered=1
+  done
+}
+
+request_stop() {
+  wanted[$1]=1
+  # Delivered by the waiting loop: a trap may run at any line.
+  undelivered=1
+  say "SIG$1: asking the workers to save at the next step boundary and exit"
+}
+
+interrupt() {
+  interrupts=$((interrupts + 1))
+  if [ "$interrupts" = 1 ]; then
+    request_stop TERM
+    say "press Ctrl-C again to stop at once, without saving"
+  else
+    say "stopping at once"
+    workers | xargs -r kill -s KILL 2>/dev/null
+  fi
+}
+
+start_agent() {
+  launch=$run_id.$$.$RANDOM
+  # Job control gives torchrun its own process group; an ignored signal stays ignored across exec.
+  set -m
+  (
+    trap '' USR1
+    exec env SLUICEGATE_LAUNCH="$launch" SLUICEGATE_EXIT_FILE="$exit_file" OMP_NUM_THREADS="$OMP_NUM_THREADS" \
+      PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "${command[@]}"
+  ) </dev/null &
+  agent=$!
+  set +m
+}
+
+# Waits for torchrun, through any number of traps, and leaves its exit code in `code`.
+await_agent() {
+  local again
+  while :; do
+    if [ -n "$undelivered" ]; then
+      sleep 0.3
+      deliver
+      kill -0 "$agent" 2>/dev/null && continue
+    fi
+    wait "$agent" 2>/dev/null
+    code=$?
+    kill -0 "$agent" 2>/dev/null || break
+  done
+  # A trap may have cut the wait short just as torchrun ended; then its own code is still to be had.
+  wait "$agent" 2>/dev/null
+  again=$?
+  [ "$again" = 127 ] || code=$again
+}
+
+# Workers outlive a torchrun that was killed. They carry the launch's name in their environment.
+leftovers() { grep -lzs "^SLUICEGATE_LAUNCH=$launch\$" /proc/[0-9]*/environ | cut -d / -f 3 || true; }
+
+stop_leftovers() {
+  local started=$SECONDS signal=TERM left
+  while left=$(leftovers) && [ -n "$left" ]; do
+    if [ -n "$signal" ]; then
+      say "torchrun is gone but processes" $left "are not: SIG$signal to them"
+      # shellcheck disable=SC2086
+      kill -s "$signal" $left 2>/dev/null
+    elif [ $((SECONDS - started)) -gt $((STOP_GRACE + 10)) ]; then
+      say "processes" $left "do not end"
+      return
+    fi
+    sleep 0.3
+    # Asked once, then killed once its grace is over.
+    if [ -n "$signal" ] && [ "$signal" = TERM ]; then
+      signal=''
+    elif [ $((SECONDS - started)) -ge "$STOP_GRACE" ]; then
+      signal=KILL
+    fi
+  done
+}
+
+# --- how it ended ----------------------------------------------------------------------------------------------------
+
+# Prints "state exit_code" of status.json; nothing while there is none.
+read_status() {
+  "$PYTHON" -c '
+import json, sys
+try:
+    status = json.load(open(sys.argv[1]))
+except FileNotFoundError:
+    sys.exit()
+print(status.get("state"), status.get("exit_code"))' "$status_file"
+}
+
+status_stamp() { stat -c '%i %Y %s' "$status_file" 2>/dev/null && cat "$status_file" 2>/dev/null; }
+
+# Ends with the exit code that the run's own word and torchrun's code together mean.
+conclude() {
+  local state='' worker_code=''
+  # What an earlier attempt wrote says nothing about this one.
+  if [ "$(status_stamp)" != "$stamp_before" ]; then
+    read -r state worker_code <<<"$(read_status)"
+  fi
+  # A mistake in the config is found before the run has a folder.
+  [ -n "$worker_code" ] && [ "$worker_code" != None ] || worker_code=$(cat "$exit_file" 2>/dev/null)
+  rm -f "$exit_file"
+  case $state in
+    finished) exit 0 ;;
+    preempted) say "run $run_id was stopped and saved; the same command with run.id=$run_id goes on"; exit "$EXIT_PREEMPTED" ;;
+  esac
+  [ "$code" != 0 ] || exit 0
+  say "run $run_id failed (torchrun: $code); see the first error above and $status_file"
+  [ "$worker_code" != "$EXIT_CONFIG" ] || exit "$EXIT_CONFIG"
+  exit 1
+}
+
+# From here on a signal waits for its workers, even one that comes before they exist.
+trap 'request_stop USR1' USR1
+trap 'request_stop TERM' TERM HUP
+trap interrupt INT
+
+choose_settings "$@"
+status_file=$(argument run.root runs "$@")/$run_id/status.json
+build_command "$@"
+if [ -n "${DRY_RUN:-}" ]; then
+  printf '%q ' "${command[@]}"
+  echo
+  exit 0
+fi
+exit_file=$(mktemp)
+stamp_before=$(status_stamp)
+start_agent
+await_agent
+stop_leftovers
+conclude

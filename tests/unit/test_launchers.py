@@ -1,0 +1,209 @@
+"""The launchers against stand-ins: signals reach every worker and nobody else (CASES 65), nothing is left running, and
+the exit code says how the run ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch_stubs import ROOT, SBATCH, TRAIN, Stubs, wait_until
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Iterator[Stubs]:
+    made = Stubs(tmp_path)
+    yield made
+    made.end()
+
+
+def _finish(process: "subprocess.Popen[str]", seconds: float = 30) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=seconds)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_stop_signal_reaches_every_worker_once_and_the_run_counts_as_preempted(stubs: Stubs, name: str) -> None:
+    process = stubs.start(TRAIN, "experiment=demo", NPROC="3", SLUICEGATE_RUN_ID="r")
+    stubs.wait_for("ready", 3)
+    process.send_signal(getattr(signal, name))
+    code, output = _finish(process)
+    assert code == 75, output
+    assert len(stubs.events(f"saved-on-{name}")) == 3
+    assert stubs.living_workers() == []
+    assert "run.id=r goes on" in output
+
+
+def test_signal_during_start_up_waits_for_the_workers_handlers(stubs: Stubs) -> None:
+    process = stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r", STARTUP="1.0")
+    stubs.wait_for("start", 2)
+    process.send_signal(signal.SIGUSR1)
+    code, output = _finish(process)
+    assert code == 75, output
+    assert len(stubs.events("saved-on-SIGUSR1")) == 2
+
+
+def test_second_interrupt_stops_at_once(stubs: Stubs) -> None:
+    process = stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r", WORKER="deaf")
+    stubs.wait_for("ready", 2)
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: process.poll() is not None or _interrupt(process), "the launcher to end")
+    code, output = _finish(process)
+    assert code == 1, output
+    assert stubs.living_workers() == []
+
+
+def _interrupt(process: "subprocess.Popen[str]") -> bool:
+    process.send_signal(signal.SIGINT)
+    return False
+
+
+def test_workers_of_a_killed_torchrun_are_stopped(stubs: Stubs) -> None:
+    process = stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r", WORKER="deaf")
+    stubs.wait_for("ready", 2)
+    worker = stubs.living_workers()[0]
+    agent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGKILL)
+    code, output = _finish(process)
+    assert code == 1, output
+    assert "torchrun is gone" in output
+    assert stubs.living_workers() == []
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("finish", 0), ("fail", 1), ("config_early", 2), ("config_late", 2)])
+def test_exit_code_says_how_the_run_ended(stubs: Stubs, mode: str, expected: int) -> None:
+    code, output = _finish(stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r", WORKER=mode))
+    assert code == expected, output
+
+
+def test_status_of_an_earlier_attempt_is_not_this_ones(stubs: Stubs) -> None:
+    """A requeued run that dies at once must not read the old `preempted` and be requeued for ever."""
+    status = stubs.folder / "runs" / "r" / "status.json"
+    status.parent.mkdir(parents=True)
+    status.write_text(json.dumps({"state": "preempted", "exit_code": 0}))
+    (stubs.folder / "worker.py").write_text("raise SystemExit(1)")
+    code, output = _finish(stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r"))
+    assert code == 1, output
+
+
+def test_run_folder_follows_the_overrides(stubs: Stubs) -> None:
+    (stubs.folder / "worker.py").write_text(
+        "import os, pathlib; folder = pathlib.Path('my out/x'); folder.mkdir(parents=True, exist_ok=True)\n"
+        'folder.joinpath(\'status.json\').write_text(\'{"state": "preempted", "exit_code": 0}\')'
+    )
+    code, output = _finish(stubs.start(TRAIN, "run.root='my out'", "run.id=y", "run.id=x"))
+    assert code == 75, output
+
+
+def test_several_nodes_meet_at_one_place(stubs: Stubs) -> None:
+    environment = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "SLUICEGATE_RUN_ID": "r", "DRY_RUN": "1"}
+    code, output = _finish(stubs.start(TRAIN, "experiment=demo", "optim.lr=1e-3", **environment))
+    assert code == 0, output
+    for words in (
+        "--nnodes 2 --nproc-per-node 2",
+        "--rdzv-backend c10d --rdzv-id r --rdzv-endpoint node0:29500 --rdzv-conf is_host=false",
+        "-m trainer.train experiment=demo optim.lr=1e-3",
+    ):
+        assert words in output
+
+
+@pytest.mark.parametrize(
+    ("environment", "needs"),
+    [({"MASTER_ADDR": "node0"}, "SLUICEGATE_RUN_ID"), ({"SLUICEGATE_RUN_ID": "r"}, "MASTER_ADDR")],
+)
+def test_several_nodes_without_a_meeting_point_are_refused(
+    stubs: Stubs, environment: dict[str, str], needs: str
+) -> None:
+    code, output = _finish(stubs.start(TRAIN, "experiment=demo", NNODES="2", **environment))
+    assert code == 2
+    assert needs in output
+    assert stubs.lines("torchrun") == []
+
+
+def test_defaults_are_shown_with_their_reasons(stubs: Stubs) -> None:
+    _, output = _finish(stubs.start(TRAIN, "experiment=demo", NPROC="", DRY_RUN="1", CUDA_VISIBLE_DEVICES=""))
+    assert "NPROC=2 (no GPU here" in output
+    assert "MAX_RESTARTS=0 (" in output
+    assert "SLUICEGATE_RUN_ID=" in output
+
+
+@pytest.mark.parametrize(("processes", "batch"), [(2, 16), (3, 18), (6, 24), (8, 16)])
+def test_demo_fits_its_batch_to_any_number_of_processes(stubs: Stubs, processes: int, batch: int) -> None:
+    demo = ROOT / "scripts" / "demo.sh"
+    code, output = _finish(stubs.start(demo, "train.steps=5", NPROC=str(processes), DRY_RUN="1"))
+    assert code == 0, output
+    assert f"-m trainer.train experiment=demo train.global_batch_size={batch} train.steps=5" in output
+    assert batch % (2 * processes) == 0
+
+
+def _job(stubs: Stubs, **environment: str) -> "subprocess.Popen[str]":
+    slurm = {
+        "SLUICEGATE_ROOT": str(stubs.folder),
+        "SLURM_JOB_ID": "41",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[0-1]",
+    }
+    (stubs.folder / "scripts").symlink_to(ROOT / "scripts")
+    return stubs.start(SBATCH, "experiment=demo", **slurm, **environment)
+
+
+def test_job_whose_time_is_up_saves_on_all_nodes_and_requeues_once(stubs: Stubs) -> None:
+    """CASES 65: SIGUSR1 used to kill torchrun and orphan its workers; here every process of the step even gets it."""
+    process = _job(stubs)
+    stubs.wait_for("ready", 4)
+    process.send_signal(signal.SIGUSR1)
+    code, output = _finish(process)
+    assert code == 0, output
+    assert len(stubs.events("saved-on-SIGUSR1")) == 4, stubs.lines("workers")
+    assert stubs.living_workers() == []
+    assert [line for line in stubs.lines("scontrol") if line.startswith("requeue")] == ["requeue 41"]
+    commands = stubs.lines("torchrun")
+    assert len(commands) == 2
+    assert all("--rdzv-id 41 --rdzv-endpoint node0:20041" in command for command in commands)
+    assert json.loads((stubs.folder / "runs" / "41" / "status.json").read_text())["state"] == "preempted"
+
+
+def test_job_that_is_cancelled_saves_and_stays_away(stubs: Stubs) -> None:
+    process = _job(stubs)
+    stubs.wait_for("ready", 4)
+    process.send_signal(signal.SIGTERM)
+    code, output = _finish(process)
+    assert code == 75, output
+    assert len(stubs.events("saved-on-SIGTERM")) == 4
+    assert not any(line.startswith("requeue") for line in stubs.lines("scontrol"))
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("finish", 0), ("fail", 1)])
+def test_job_that_ends_by_itself_is_not_requeued(stubs: Stubs, mode: str, expected: int) -> None:
+    code, output = _finish(_job(stubs, WORKER=mode))
+    assert code == expected, output
+    assert not any(line.startswith("requeue") for line in stubs.lines("scontrol"))
+
+
+def test_job_submitted_from_elsewhere_says_so(stubs: Stubs) -> None:
+    code, output = _finish(stubs.start(SBATCH, SLURM_SUBMIT_DIR=str(stubs.folder), SLURM_JOB_ID="41"))
+    assert code == 2
+    assert "SLUICEGATE_ROOT" in output
+
+
+@pytest.mark.slow
+def test_real_torchrun_survives_the_signal(stubs: Stubs) -> None:
+    """The same with torchrun itself, whose workers are the stand-ins."""
+    program = stubs.folder / "bin" / "real-torchrun"
+    # The launcher's options as they are, another program: exec keeps the process id, as the launcher expects.
+    program.write_text(
+        f'#!/bin/bash\noptions=()\nwhile [ "$1" != -m ]; do options+=("$1"); shift; done\n'
+        f'exec {sys.executable} -m torch.distributed.run "${{options[@]}}" {stubs.folder}/worker.py\n'
+    )
+    program.chmod(0o755)
+    process = stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r", TORCHRUN=str(program))
+    wait_until(lambda: len(stubs.events("ready")) == 2 or process.poll() is not None, "workers", seconds=60)
+    process.send_signal(signal.SIGUSR1)
+    code, output = _finish(process, seconds=60)
+    assert code == 75, output
+    assert len(stubs.events("saved-on-SIGUSR1")) == 2, output
+    assert stubs.living_workers() == []
