@@ -1,0 +1,164 @@
+"""Impossible values and combinations are refused, with the settings, their values and the nearest legal choice."""
+
+import copy
+import dataclasses
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from parallel.config import ParallelConfig
+from trainer.choices import AVAILABLE, BOUNDS, CHOICES
+from trainer.compose import compose
+from trainer.config import Config, TrainConfig
+from trainer.schema import known_keys
+from trainer.validate import accumulation_steps, nearest_divisors, resolve_parallel, validate
+
+
+@cache
+def demo() -> Config:
+    return compose(["experiment=demo"])
+
+
+def with_settings(words: str) -> Config:
+    """The demo with `key=value` settings; ten times quicker than composing it anew."""
+    tree = OmegaConf.merge(OmegaConf.structured(demo()), OmegaConf.from_dotlist(words.split()))
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, Config)
+    return config
+
+
+def refusal(words: str) -> str:
+    with pytest.raises(ValueError) as raised:
+        validate(with_settings(words))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("precision.recipe=bf61", "must be one of bf16, fp32, fp64, mxfp8, fp8_blockwise; did you mean bf16?"),
+        ("logging.wandb.mode='on'", "logging.wandb.mode=on: must be one of disabled, offline, online"),
+        ("data.train.stdlib.kind=txt", "data.train.stdlib.kind=txt: must be one of text"),
+        (
+            "comms.backend=nvshmem",
+            "comms.backend=nvshmem is not available in this version; available: auto, collective",
+        ),
+        ("parallel.tp=2", "parallel.tp=2 is not available in this version; available: 1"),
+        ("train.steps=0", "train.steps=0: must be at least 1; nearest legal: 1"),
+        ("optim.lr=-1", "optim.lr=-1.0: must be at least 0"),
+        ("optim.lr=nan", "optim.lr=nan"),
+        ("optim.lr=inf", "optim.lr=inf"),
+        ("model.moe.capacity_factor=0", "model.moe.capacity_factor=0.0: must be positive"),
+        ("optim.min_lr_ratio=2", "must be between 0 and 1"),
+        ("optim.betas=[0.9]", "optim.betas=[0.9]: must be two numbers"),
+        ("model.moe.top_k=9", "model.moe.top_k=9 exceeds model.moe.num_experts=8; nearest legal: 8"),
+        (
+            "model.moe.num_groups=3",
+            "model.moe.num_groups=3 does not divide model.moe.num_experts=8; nearest legal: 2 or 4",
+        ),
+        ("model.moe.top_groups=2", "model.moe.top_groups=2 exceeds model.moe.num_groups=1; nearest legal: 1"),
+        ("model.moe.num_groups=8", "model.moe.top_k=2 exceeds the 1 experts of model.moe.top_groups=1 groups; nearest"),
+        ("model.moe.num_groups=8 model.moe.top_groups=4", "set model.moe.group_score=max or fewer groups"),
+        ("model.moe.bias_update_rate=0.1", "set model.moe.expert_bias=true or model.moe.bias_update_rate=0"),
+        ("model.attention.num_kv_heads=4", "does not divide model.attention.num_heads=6; nearest legal: 3 or 6"),
+        ("model.attention.head_dim=33", "model.attention.head_dim=33 must be even"),
+        ("model.attention.kind=mla", "model.attention.qk_norm=head does not go with model.attention.kind=mla"),
+        ("model.num_dense_layers=5", "model.num_dense_layers=5 exceeds model.num_layers=4; nearest legal: 4"),
+        ("train.seq_len=4096", "train.seq_len=4096 exceeds model.max_seq_len=2048; nearest legal: train.seq_len=2048"),
+        ("model.rope.scaling=yarn", "model.rope.factor=1.0 stretches nothing"),
+        ("precision.recipe=fp64 model.moe.backend=grouped_mm", "set model.moe.backend=reference"),
+        ("train.global_batch_size=17", "train.global_batch_size=17 is not a multiple of train.micro_batch_size=2"),
+        ("parallel.ep=3", "parallel.ep=3 does not divide model.moe.num_experts=8; nearest legal: 2 or 4"),
+        ("parallel.ep=16", "parallel.ep=16 does not divide model.moe.num_experts=8; nearest legal: 8"),
+        ("parallel.ep=0", "parallel.ep=0: must be at least 1, or -1"),
+        ("parallel.dp_shard=-2", "parallel.dp_shard=-2: must be at least 1, or -1"),
+        ("data.eval.heldout.weight=1", "data.eval.heldout.paths is empty"),
+        ("data.train.stdlib.weight=0", "data.train.stdlib.weight=0.0: must be positive"),
+        ("data.tokenizer_vocab_size=5000", "exceeds model.vocab_size=4096; nearest legal: 4096"),
+        ("checkpoint.resume=atuo", "must be auto, never or an existing folder; did you mean auto?"),
+        ("checkpoint.init_from=/nowhere", "checkpoint.init_from=/nowhere: there is no such folder"),
+        ("train.eval_only=true checkpoint.resume=never", "train.eval_only=true has nothing to evaluate"),
+        ("run.id=a/b", "only letters, digits, '.', '_' and '-' are allowed; try run.id=a-b"),
+        ("run.id=..", "run.id='..'"),
+        ("run.root=''", "run.root is empty"),
+        ("run.allow_changes=[train.stepz]", "train.stepz is not a setting; did you mean train.steps?"),
+    ],
+)
+def test_refused_with_the_nearest_legal_choice(overrides: str, expected: str) -> None:
+    assert expected in refusal(overrides)
+
+
+def test_compose_validates() -> None:
+    with pytest.raises(ValueError, match="choose data=python_stdlib"):
+        compose(["experiment=demo", "data=none"])
+    with pytest.raises(ValueError, match="is empty; name files"):
+        compose(["experiment=demo", "data=text"])
+
+
+def test_tables_name_settings_that_exist() -> None:
+    keys = set(known_keys())
+    for table in (CHOICES, BOUNDS, AVAILABLE):
+        assert {pattern.replace("*", "NAME") for pattern in table} <= keys
+
+
+def test_choices_are_never_spelled_like_booleans() -> None:
+    words = {word for options in CHOICES.values() for word in options}
+    assert not words & {"on", "off", "yes", "no", "true", "false", "null"}
+
+
+@pytest.mark.parametrize("pattern", CHOICES)
+def test_every_choice_is_accepted_or_not_available_yet(pattern: str) -> None:
+    for value in CHOICES[pattern]:
+        config = node = copy.deepcopy(demo())
+        *path, last = pattern.replace("*", "stdlib").split(".")
+        for part in path:
+            node = node[part] if isinstance(node, dict) else getattr(node, part)
+        setattr(node, last, value)
+        try:
+            validate(config)
+        except ValueError as error:
+            # Some choices need other settings too (mla, yarn): the message is then about those.
+            assert "must be one of" not in str(error)
+
+
+def test_resume_from_an_existing_folder(tmp_path: Path) -> None:
+    assert compose(["experiment=demo", f"checkpoint.resume={tmp_path}"]).checkpoint.resume == str(tmp_path)
+    compose(["experiment=demo", "train.eval_only=true", f"checkpoint.init_from={tmp_path}", "data=none"])
+
+
+def test_nearest_divisors() -> None:
+    assert nearest_divisors(12, 5) == [4, 6]
+    assert nearest_divisors(12, 6) == [6]
+    assert nearest_divisors(12, 20) == [12]
+
+
+@pytest.mark.parametrize(
+    ("world", "experts", "sizes", "expected"),
+    [
+        (1, 8, {}, 1),
+        (2, 8, {}, 2),
+        (6, 8, {}, 2),
+        (16, 8, {}, 8),
+        (8, 6, {}, 2),
+        (8, 8, {"dp_replicate": 4}, 2),
+        (8, 8, {"tp": 2}, 8),
+        (8, 8, {"tp": 2, "etp": 2}, 4),
+        (8, 1, {"tp": 2}, 1),
+    ],
+)
+def test_ep_minus_one_takes_what_divides(world: int, experts: int, sizes: dict[str, int], expected: int) -> None:
+    assert resolve_parallel(ParallelConfig(ep=-1, **sizes), experts, world).ep == expected
+    fixed = ParallelConfig(ep=2, **sizes)
+    assert resolve_parallel(fixed, experts, world) is fixed
+
+
+def test_accumulation_is_derived() -> None:
+    train = TrainConfig(global_batch_size=24, micro_batch_size=2)
+    assert accumulation_steps(train, dp_size=4) == 3
+    with pytest.raises(ValueError, match=re.escape("2 x 5 data-parallel ranks; nearest legal: 20 or 30")):
+        accumulation_steps(train, dp_size=5)
+    with pytest.raises(ValueError, match=r"nearest legal: 32$"):
+        accumulation_steps(dataclasses.replace(train, global_batch_size=24), dp_size=16)

@@ -1,0 +1,305 @@
+"""The folder of a run: `<run.root>/<run.id>/`, made and written by rank 0 alone.
+
+    config.yaml       the composed config, with which a later attempt must agree
+    overrides.yaml    the words of the command line that led to it
+    environment.json  versions, commit, host and devices of every attempt
+    status.json       running | finished | preempted | failed, exit code, step, attempt, message
+
+The id decides whether a start is a new run or the next attempt of an old one, so it never depends on a rank's clock:
+rank 0 draws a new one and the caller sends it to the others. Files are replaced in one step: a reader sees the old or
+the new one, whenever the process is killed.
+
+What an attempt may change against config.yaml: everything but the model, the data, the optimizer and what fixes the
+schedule and the order of samples (GUARDED). `train.steps` belongs to these, because the learning rate is a function of
+it. A change that is meant is named in `run.allow_changes`; so is a longer `train.steps` that continues a finished run.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from trainer.compose import config_to_yaml, load_config
+from trainer.config import Config
+from trainer.validate import check_run_id
+
+STATES = ("running", "finished", "preempted", "failed")
+GUARDED = (
+    "model",
+    "data",
+    "optim",
+    "run.seed",
+    "train.steps",
+    "train.max_tokens",
+    "train.global_batch_size",
+    "train.seq_len",
+)
+# Inside the guarded sections: how something is computed or where it is kept, not what.
+FREE = (
+    "model.name",
+    "model.attention.backend",
+    "model.moe.backend",
+    "model.moe.pair_capacity",
+    "data.cache_dir",
+    "data.prefetch",
+)
+# An evaluation of finished weights needs the same model, whatever it was trained on.
+GUARDED_EVAL_ONLY = ("model",)
+ENDS = ("train.steps", "train.max_tokens")
+PACKAGES = ("torch", "torchtitan", "torchao", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "wandb")
+# Names of variables that tell where a run came from; values of others are not recorded, they may be secrets.
+RECORDED_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_NNODES", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
+
+
+class Change(NamedTuple):
+    """One setting that differs: its key, the stored value and the one asked for now."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What rank 0 found and made."""
+
+    path: Path
+    run_id: str
+    # 1 for the first start, one more for each restart.
+    attempt: int
+    # The run had ended and nothing asks for more: the caller stops with exit code 0.
+    finished: bool
+    # For the log: that the run is finished, or which permitted settings changed; empty when there is nothing to say.
+    notice: str
+
+
+def resolve_run_id(config: Config, environ: Mapping[str, str] | None = None) -> str | None:
+    """The run's id from the config, else SLUICEGATE_RUN_ID, SLURM_JOB_ID or TORCHELASTIC_RUN_ID (unless `none`).
+
+    None when nothing names the run: rank 0 then draws `new_run_id()` and sends it to the other ranks.
+
+    Raises:
+        ValueError: an id that cannot name a folder.
+    """
+    environ = os.environ if environ is None else environ
+    elastic = environ.get("TORCHELASTIC_RUN_ID", "")
+    sources = (
+        config.run.id,
+        environ.get("SLUICEGATE_RUN_ID"),
+        environ.get("SLURM_JOB_ID"),
+        None if elastic == "none" else elastic,
+    )
+    named = next((source for source in sources if source), None)
+    return None if named is None else check_run_id(named)
+
+
+def new_run_id() -> str:
+    """A fresh id: the date, so that folders sort, and enough random digits that two starts never meet."""
+    return f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+def run_path(config: Config) -> Path:
+    """`<run.root>/<run.id>`; `run.id` must have been settled."""
+    assert config.run.id is not None
+    return Path(config.run.root) / config.run.id
+
+
+def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int) -> RunFolder:
+    """Create the run's folder or join it as the next attempt. Rank 0 only; `config.run.id` must be settled.
+
+    Raises:
+        ValueError: guarded settings differ from the stored ones (the message is a diff), or checkpoint.resume=never
+            would mix a new run into an old one's folder.
+    """
+    path = run_path(config)
+    status = read_status(path)
+    changes = _check_against_stored(config, path)
+    attempt = int(status["attempt"]) + 1 if status else 1
+    if config.train.eval_only and (path / "config.yaml").exists():
+        return RunFolder(path, path.name, attempt, finished=False, notice="")
+    if status and status["state"] == "finished" and not any(change.key in ENDS for change in changes):
+        return RunFolder(path, path.name, int(status["attempt"]), finished=True, notice=_finished_text(path, status))
+    _refuse_to_mix(config, path)
+    path.mkdir(parents=True, exist_ok=True)
+    replace_file(path / "config.yaml", config_to_yaml(config))
+    replace_file(path / "overrides.yaml", yaml.safe_dump(list(overrides)))
+    _record_environment(path, attempt, world_size)
+    write_status(path, "running", attempt=attempt, step=status["step"] if status else None)
+    return RunFolder(path, path.name, attempt, finished=False, notice=_changes_text(changes))
+
+
+def write_status(
+    path: Path,
+    state: str,
+    *,
+    attempt: int,
+    step: int | None = None,
+    exit_code: int | None = None,
+    message: str = "",
+) -> None:
+    """Replace `path`/status.json. Rank 0 only; launchers read it, because torchrun flattens exit codes."""
+    assert state in STATES, state
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    status = {"state": state, "exit_code": exit_code, "step": step, "attempt": attempt, "message": message, "time": now}
+    replace_file(path / "status.json", json.dumps(status, indent=2) + "\n")
+
+
+def read_status(path: Path) -> dict[str, Any] | None:
+    """The run's status.json, or None if there is none.
+
+    Raises:
+        ValueError: the file is there but not one of ours.
+    """
+    file = path / "status.json"
+    if not file.exists():
+        return None
+    try:
+        status = json.loads(file.read_text())
+        known = status["state"] in STATES and isinstance(status["attempt"], int) and "step" in status
+    except (ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise ValueError(f"{file} is not a status file of this program; remove it, or choose another run.id")
+    return status
+
+
+def changed_settings(old: Config, new: Config) -> list[Change]:
+    """Every setting whose value differs, in the order of the schema; a missing dict entry counts as null."""
+    before, after = dict(_leaves(dataclasses.asdict(old))), dict(_leaves(dataclasses.asdict(new)))
+    keys = dict.fromkeys((*before, *after))
+    return [Change(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
+
+
+def refuse_changes(old: Config, new: Config, origin: Path) -> list[Change]:
+    """Compare a stored config with the one asked for now, and return the changes that are permitted.
+
+    Raises:
+        ValueError: a guarded setting differs and `run.allow_changes` does not name it; the message is a diff.
+    """
+    changes = changed_settings(old, new)
+    guarded = GUARDED_EVAL_ONLY if new.train.eval_only else GUARDED
+    refused = [c for c in changes if _within(c.key, guarded) and not _within(c.key, (*FREE, *new.run.allow_changes))]
+    if refused:
+        keys = ",".join(change.key for change in refused)
+        raise ValueError(
+            f"run {new.run.id} was started with other settings ({origin}):\n{_diff(refused)}\n"
+            f"Use the stored values, start a new run with another run.id, or accept the changes with "
+            f"'run.allow_changes=[{keys}]'."
+        )
+    return changes
+
+
+def describe_environment(world_size: int) -> dict[str, Any]:
+    """Versions, commit, host and devices of this process, for environment.json."""
+    import torch  # late: the command line is checked before torch is loaded
+
+    root = Path(__file__).resolve().parent.parent
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("sluicegate", *PACKAGES)},
+        "cuda": torch.version.cuda,
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cpus": os.cpu_count(),
+        "world_size": world_size,
+        "code": str(root),
+        "commit": _git(root, "rev-parse", "HEAD"),
+        "modified_files": (_git(root, "status", "--porcelain", "--untracked-files=no") or "").splitlines(),
+        "argv": sys.argv,
+        "variables": {name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
+    }
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a crash leaves the old file or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _check_against_stored(config: Config, path: Path) -> list[Change]:
+    stored = path / "config.yaml"
+    return refuse_changes(load_config(stored), config, stored) if stored.exists() else []
+
+
+def _refuse_to_mix(config: Config, path: Path) -> None:
+    saved = sorted((path / "checkpoints").glob("step_*"))
+    if config.checkpoint.resume == "never" and saved:
+        raise ValueError(
+            f"checkpoint.resume=never starts anew, but {path} already holds {saved[-1].name}; "
+            "choose another run.id, or checkpoint.resume=auto to go on"
+        )
+
+
+def _record_environment(path: Path, attempt: int, world_size: int) -> None:
+    file = path / "environment.json"
+    attempts = json.loads(file.read_text())["attempts"] if file.exists() else []
+    attempts.append({"attempt": attempt, **describe_environment(world_size)})
+    replace_file(file, json.dumps({"attempts": attempts}, indent=2) + "\n")
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif not isinstance(value, dict):
+            yield f"{prefix}{name}", value
+
+
+def _within(key: str, sections: Sequence[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def _diff(changes: Sequence[Change]) -> str:
+    return "\n".join(f"  {c.key}: {_value(c.old)} -> {_value(c.new)}" for c in changes)
+
+
+def _value(value: Any) -> str:
+    return json.dumps(value)
+
+
+def _changes_text(changes: Sequence[Change]) -> str:
+    visible = [change for change in changes if not change.key.startswith("run.allow_changes")]
+    return f"settings that differ from the last attempt:\n{_diff(visible)}" if visible else ""
+
+
+def _finished_text(path: Path, status: Mapping[str, Any]) -> str:
+    return (
+        f"run {path.name} is finished (step {status['step']}, {path}): nothing to do. To train it further give a "
+        "larger train.steps and 'run.allow_changes=[train.steps]'; for a new run another run.id."
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """Output of a git command on the checkout; None for an installed package or without git."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

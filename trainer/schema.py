@@ -1,0 +1,107 @@
+"""Questions about the schema of trainer/config.py: which settings exist, of what type, and which is meant.
+
+A key is a dotted path from the root (`optim.lr`). Below a field of type dict (`data.train`) the next part is a name
+that the user chooses; in lists of keys it is written NAME.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from trainer.config import Config
+
+# Things other trainers have and this one does not: a nearest name would mislead.
+ABSENT = {
+    "parallel.pp": "there is no pipeline axis",
+    "parallel.pipeline": "there is no pipeline axis",
+    "parallel.pipeline_parallel_degree": "there is no pipeline axis",
+    "train.gradient_accumulation_steps": "accumulation follows from train.global_batch_size and train.micro_batch_size",
+}
+
+
+def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:
+    """At most `count` options that look like `word`, most similar first."""
+    return difflib.get_close_matches(word, list(options), n=count, cutoff=0.55)
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """`; did you mean a or b?`, or nothing where no option is close."""
+    close = nearest(word, options)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def known_keys() -> list[str]:
+    """Every key of the schema, sections included."""
+    return list(_walk(Config, ""))
+
+
+def leaf_type(key: str) -> Any:
+    """The annotated type of the setting or section named `key`.
+
+    Raises:
+        ValueError: no such key; names the nearest ones.
+    """
+    node: Any = Config
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        if typing.get_origin(node) is dict:
+            node = typing.get_args(node)[1]
+            continue
+        fields = typing.get_type_hints(node) if dataclasses.is_dataclass(node) else {}
+        if part not in fields:
+            raise ValueError(unknown_key(key, ".".join(parts[:depth]), fields))
+        node = fields[part]
+    return node
+
+
+def is_dict_entry(key: str) -> bool:
+    """Whether `key` names an entry of a dict field (`data.train.mine`): the only keys that can be deleted."""
+    section, _, _ = key.rpartition(".")
+    return bool(section) and typing.get_origin(leaf_type(section)) is dict
+
+
+def type_name(annotation: Any) -> str:
+    """`float or null`, `list of str`: how an annotation reads in a message."""
+    if annotation is type(None):
+        return "null"
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return " or ".join(type_name(part) for part in typing.get_args(annotation))
+    if typing.get_origin(annotation) is list:
+        return f"list of {type_name(typing.get_args(annotation)[0])}"
+    if typing.get_origin(annotation) is dict or dataclasses.is_dataclass(annotation):
+        return "section"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def unknown_key(key: str, section: str = "", fields: Iterable[str] = ()) -> str:
+    """The message for a key that does not exist: the part that is wrong and the nearest keys that do exist."""
+    if key in ABSENT:
+        return f"{key}: {ABSENT[key]}"
+    if section and not list(fields):
+        return f"{key} is not a setting: {section} is a single value"
+    return f"{key} is not a setting{_suggestion(key, section, fields)}"
+
+
+def _suggestion(key: str, section: str, fields: Iterable[str]) -> str:
+    last = key.rpartition(".")[2]
+    same_name = [known for known in known_keys() if known.rpartition(".")[2] == last]
+    rest = key.removeprefix(f"{section}.").partition(".")
+    in_section = [".".join(filter(None, (section, name, rest[2]))) for name in nearest(rest[0], fields)]
+    close = same_name or in_section or nearest(key, known_keys())
+    if close:
+        return f"; did you mean {' or '.join(close[:3])}?"
+    where = f"settings of {section}" if section else "sections"
+    return f"; {where}: {', '.join(fields)}"
+
+
+def _walk(node: Any, prefix: str) -> Iterator[str]:
+    for name, annotation in typing.get_type_hints(node).items():
+        key = f"{prefix}{name}"
+        yield key
+        if typing.get_origin(annotation) is dict:
+            yield from _walk(typing.get_args(annotation)[1], f"{key}.NAME.")
+        elif dataclasses.is_dataclass(annotation):
+            yield from _walk(annotation, f"{key}.")
