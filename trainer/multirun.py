@@ -93,15 +93,14 @@ def plan_jobs(line: CommandLine) -> list[Job]:
     Raises:
         ValueError: names the job whose config is not valid.
     """
-    base = None
+    fresh = new_run_id()
     jobs = []
     for index, overrides in enumerate(expand_grid(line.overrides)):
         try:
             config = compose(overrides, line.config_dir)
         except ValueError as error:
             raise ValueError(f"job {index} ({' '.join(overrides)}): {error}") from error
-        base = base or resolve_run_id(config) or new_run_id()
-        run_id = f"{base}-{index}"
+        run_id = f"{resolve_run_id(config) or fresh}-{index}"
         jobs.append(Job(run_id, [*overrides, f"run.id={run_id}"], Path(config.run.root) / run_id))
     return jobs
 

@@ -1,0 +1,227 @@
+"""The run folder: its id, what a restart may change, what a finished run does, and that no write can be half done."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer.compose import load_config
+from trainer.config import Config, SourceConfig
+from trainer.run import (
+    RunFolder,
+    changed_settings,
+    new_run_id,
+    prepare_run_folder,
+    read_status,
+    replace_file,
+    resolve_run_id,
+    write_status,
+)
+from trainer.validate import check_run_id
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    config = Config()
+    config.run.root, config.run.id = str(tmp_path / "runs"), "r1"
+    config.data.cache_dir = "cache"
+    config.data.train = {"text": SourceConfig(paths=["a.txt"])}
+    return config
+
+
+def start(config: Config, **settings: Any) -> RunFolder:
+    """One attempt, with dotted settings (`optim__lr`) changed."""
+    config = dataclasses.replace(config)
+    for key, value in settings.items():
+        section, name = key.split("__")
+        setattr(config, section, dataclasses.replace(getattr(config, section), **{name: value}))
+    return prepare_run_folder(config, ["experiment=demo", "optim.lr=1"], world_size=2)
+
+
+def test_run_id_precedence() -> None:
+    config = Config()
+    environ = {"SLUICEGATE_RUN_ID": "ours", "SLURM_JOB_ID": "42", "TORCHELASTIC_RUN_ID": "elastic"}
+    assert (
+        resolve_run_id(dataclasses.replace(config, run=dataclasses.replace(config.run, id="mine")), environ) == "mine"
+    )
+    assert resolve_run_id(config, environ) == "ours"
+    del environ["SLUICEGATE_RUN_ID"]
+    assert resolve_run_id(config, environ) == "42"
+    del environ["SLURM_JOB_ID"]
+    assert resolve_run_id(config, environ) == "elastic"
+    assert resolve_run_id(config, {"TORCHELASTIC_RUN_ID": "none"}) is None
+    assert resolve_run_id(config, {"SLURM_JOB_ID": ""}) is None
+    with pytest.raises(ValueError, match=r"try run\.id=a-b"):
+        resolve_run_id(config, {"SLUICEGATE_RUN_ID": "a b"})
+
+
+def test_new_ids_are_legal_and_distinct() -> None:
+    ids = {new_run_id() for _ in range(50)}
+    assert len(ids) == 50
+    assert all(check_run_id(run_id) == run_id for run_id in ids)
+
+
+def test_first_start_writes_the_folder(config: Config) -> None:
+    folder = start(config)
+    assert (folder.attempt, folder.finished, folder.notice) == (1, False, "")
+    assert load_config(folder.path / "config.yaml") == config
+    assert yaml.safe_load((folder.path / "overrides.yaml").read_text()) == ["experiment=demo", "optim.lr=1"]
+    status = read_status(folder.path)
+    assert status is not None and (status["state"], status["attempt"]) == ("running", 1)
+    (attempt,) = json.loads((folder.path / "environment.json").read_text())["attempts"]
+    assert attempt["world_size"] == 2
+    assert attempt["versions"]["torch"] and attempt["host"] and "commit" in attempt
+    assert sorted(p.name for p in folder.path.iterdir()) == [
+        "config.yaml",
+        "environment.json",
+        "overrides.yaml",
+        "status.json",
+    ]
+
+
+def test_secrets_of_the_environment_are_not_recorded(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    folder = start(config)
+    assert all("hunter2" not in file.read_text() for file in folder.path.iterdir())
+
+
+def test_attempt_grows_with_every_restart(config: Config) -> None:
+    assert [start(config).attempt for _ in range(3)] == [1, 2, 3]
+    path = start(config).path
+    write_status(path, "preempted", attempt=4, step=17, exit_code=0)
+    folder = start(config)
+    assert folder.attempt == 5
+    status = read_status(path)
+    assert status is not None and (status["state"], status["step"]) == ("running", 17)
+    assert len(json.loads((path / "environment.json").read_text())["attempts"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "line"),
+    [
+        ("optim__lr", 0.5, "  optim.lr: 0.0003 -> 0.5"),
+        ("model__dim", 128, "  model.dim: 256 -> 128"),
+        ("data__train", {"more": SourceConfig(paths=["b"])}, '  data.train.more.paths: null -> ["b"]'),
+        ("train__seq_len", 64, "  train.seq_len: 1024 -> 64"),
+        ("train__global_batch_size", 16, "  train.global_batch_size: 8 -> 16"),
+        ("train__steps", 5, "  train.steps: 1000 -> 5"),
+        ("run__seed", 1, "  run.seed: 0 -> 1"),
+    ],
+)
+def test_other_model_data_or_optimizer_is_refused_with_a_diff(
+    config: Config, setting: str, value: Any, line: str
+) -> None:
+    path = start(config).path
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with pytest.raises(ValueError) as raised:
+        start(config, **{setting: value})
+    lines = str(raised.value).splitlines()
+    assert line in lines
+    assert "run r1 was started with other settings" in lines[0]
+    assert "run.allow_changes=[" in lines[-1]
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("parallel__ep", 2),
+        ("train__micro_batch_size", 2),
+        ("logging__console", "plain"),
+        ("checkpoint__every", 7),
+        ("data__prefetch", 5),
+        ("data__cache_dir", "/elsewhere"),
+        ("model__name", "renamed"),
+    ],
+)
+def test_layout_and_logging_may_change(config: Config, setting: str, value: Any) -> None:
+    path = start(config).path
+    folder = start(config, **{setting: value})
+    assert folder.attempt == 2
+    assert setting.replace("__", ".") in folder.notice
+    section, name = setting.split("__")
+    assert getattr(getattr(load_config(path / "config.yaml"), section), name) == value
+
+
+def test_a_named_change_is_accepted_and_becomes_the_stored_one(config: Config) -> None:
+    start(config)
+    config.run.allow_changes = ["optim"]
+    assert "optim.lr: 0.0003 -> 0.5" in start(config, optim__lr=0.5).notice
+    with pytest.raises(ValueError, match=r"model\.dim"):
+        start(config, optim__lr=0.5, model__dim=128)
+    config.run.allow_changes = []
+    assert start(config, optim__lr=0.5).attempt == 3
+
+
+def test_finished_run_says_so_and_stays_as_it_is(config: Config) -> None:
+    path = start(config).path
+    write_status(path, "finished", attempt=1, step=1000, exit_code=0)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    folder = start(config)
+    assert folder.finished and folder.attempt == 1
+    assert "run r1 is finished (step 1000" in folder.notice
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_finished_run_goes_on_only_when_told_explicitly(config: Config) -> None:
+    path = start(config).path
+    write_status(path, "finished", attempt=1, step=1000, exit_code=0)
+    with pytest.raises(ValueError, match=r"train\.steps: 1000 -> 2000"):
+        start(config, train__steps=2000)
+    config.run.allow_changes = ["train.steps"]
+    folder = start(config, train__steps=2000)
+    assert not folder.finished and folder.attempt == 2
+
+
+def test_never_resuming_does_not_mix_two_runs(config: Config) -> None:
+    path = start(config, checkpoint__resume="never").path
+    assert start(config, checkpoint__resume="never").attempt == 2
+    (path / "checkpoints" / "step_00000100").mkdir(parents=True)
+    with pytest.raises(ValueError, match="already holds step_00000100"):
+        start(config, checkpoint__resume="never")
+    assert start(config).attempt == 3
+
+
+def test_evaluation_alone_leaves_the_run_as_it_is(config: Config) -> None:
+    path = start(config).path
+    write_status(path, "finished", attempt=1, step=1000, exit_code=0)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    other_data = {"heldout": SourceConfig(paths=["c"])}
+    folder = start(config, train__eval_only=True, data__eval=other_data)
+    assert not folder.finished
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    with pytest.raises(ValueError, match=r"model\.dim: 256 -> 128"):
+        start(config, train__eval_only=True, model__dim=128)
+
+
+def test_changed_settings_finds_entries_that_came_or_went(config: Config) -> None:
+    other = dataclasses.replace(config, data=dataclasses.replace(config.data, train={}))
+    keys = {change.key for change in changed_settings(config, other)}
+    assert {"data.train.text.kind", "data.train.text.paths"} <= keys
+    assert {c.new for c in changed_settings(config, other)} == {None}
+    assert changed_settings(config, config) == []
+
+
+def test_foreign_status_file_is_refused(tmp_path: Path) -> None:
+    assert read_status(tmp_path) is None
+    for text in ("", "{", "[]", '{"state": "happy", "attempt": 1, "step": 0}'):
+        (tmp_path / "status.json").write_text(text)
+        with pytest.raises(ValueError, match="is not a status file"):
+            read_status(tmp_path)
+
+
+def test_replacing_a_file_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "status.json"
+    replace_file(file, "old")
+
+    def crash(source: str, target: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(file, "new, much longer")
+    assert file.read_text() == "old"
