@@ -37,6 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # Choices of the schema that this version does not carry out yet, and what it does: asking for one is an error and
 # never a silent no-op. A feature deletes its line when it lands.
 AVAILABLE: dict[str, tuple[object, ...]] = {
+    "model.moe.pair_capacity": (None,),
     "model.moe.backend": ("auto", "grouped_mm", "reference"),
     "parallel.cp": (1,),
     "parallel.ulysses": (1,),
@@ -50,7 +51,10 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "comms.payload.combine": ("model",),
     "comms.payload.dispatch_grad": ("model",),
     "comms.payload.combine_grad": ("model",),
+    "comms.capacity": (None,),
     "comms.chunks": (1,),
+    "comms.num_ctas": (None,),
+    "profile.steps": (0,),
     "checkpoint.export_hf": (False,),
 }
 

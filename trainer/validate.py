@@ -133,7 +133,7 @@ def _check_available(config: Config) -> None:
     for pattern, options in AVAILABLE.items():
         for key, value in values_at(config, pattern):
             if value not in options:
-                legal = ", ".join(str(option) for option in options)
+                legal = ", ".join("null" if option is None else str(option) for option in options)
                 raise ValueError(f"{key}={value} is not available in this version; available: {legal}")
 
 

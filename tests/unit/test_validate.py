@@ -47,6 +47,7 @@ def refusal(words: str) -> str:
             "comms.backend=nvshmem is not available in this version; available: auto, collective",
         ),
         ("parallel.tp=2", "parallel.tp=2 is not available in this version; available: 1"),
+        ("comms.capacity=2", "comms.capacity=2.0 is not available in this version; available: null"),
         ("train.steps=0", "train.steps=0: must be at least 1; nearest legal: 1"),
         ("optim.lr=-1", "optim.lr=-1.0: must be at least 0"),
         ("optim.lr=nan", "optim.lr=nan"),
