@@ -104,7 +104,8 @@ class StreamPacking:
 class WholePacking:
     """Rows of whole documents, as many as fit in turn; a document longer than a row is cut (and counted: `truncated`).
 
-    Which documents share a row is drawn once (so that every epoch has equally many rows), the rows' order every epoch."""
+    Which documents share a row is drawn once, so that every epoch has equally many rows; their order in every
+    epoch."""
 
     def __init__(self, corpus: Corpus, seq_len: int, key: int) -> None:
         self._key = key

@@ -13,7 +13,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,30 +94,46 @@ def list_files(source: SourceConfig, where: str) -> list[SourceFile]:
     """The files of a source, sorted by path, each once, without those excluded or outside `hash_range`.
 
     Raises FileNotFoundError for a path or glob that matches no file, and for a source that has no file left."""
-    excluded = [glob_pattern(expand_path(pattern)) for pattern in source.exclude]
+    exclude = [expand_path(pattern) for pattern in source.exclude]
+    excluded = _any_of(exclude)
+    pruned = _any_of([pattern.removesuffix("/**") for pattern in exclude if pattern.endswith("/**")])
     found: dict[str, SourceFile] = {}
     for given in source.paths:
         pattern = expand_path(given)
-        files = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
-        if not files:
-            raise FileNotFoundError(_no_match(given, pattern, where))
+        files = _walk(pattern, pruned) if "**" in pattern else filter(os.path.isfile, glob.glob(pattern))
         folder = fixed_folder(pattern)
-        for path in files:
-            if not any(rule.fullmatch(path) for rule in excluded):
-                found.setdefault(path, SourceFile(path, os.path.relpath(path, folder)))
+        matched = {path: SourceFile(path, os.path.relpath(path, folder)) for path in files if not excluded(path)}
+        if not matched:
+            raise FileNotFoundError(_no_match(given, pattern, where))
+        found = matched | found
     by_record = source.kind == "sft"  # its records are chosen, not its files
     kept = sorted(file for file in found.values() if by_record or in_range(file.key, source))
     if not kept:
-        reason = f"{len(found)} files are left by exclude, none by hash_range {source.hash_range}"
-        raise FileNotFoundError(f"{where}: none of the files of {source.paths} is kept: {reason}")
+        raise FileNotFoundError(f"{where}.hash_range {source.hash_range} keeps none of the {len(found)} files")
     return kept
+
+
+def _any_of(patterns: list[str]) -> Callable[[str], object]:
+    """A test whether a path matches one of the absolute globs."""
+    joined = "|".join(glob_pattern(pattern).pattern for pattern in patterns)
+    return re.compile(joined).fullmatch if patterns else lambda path: None
+
+
+def _walk(pattern: str, pruned: Callable[[str], object]) -> Iterator[str]:
+    """Files that match a recursive glob, hidden names left out as glob does; folders that are `pruned` are not entered
+    (the standard library's site-packages can hold a hundred times its own files)."""
+    matches = glob_pattern(pattern).fullmatch
+    for folder, folders, names in os.walk(fixed_folder(pattern), followlinks=True):
+        folders[:] = [name for name in folders if name[0] != "." and not pruned(os.path.join(folder, name))]
+        paths = (os.path.join(folder, name) for name in names if name[0] != ".")
+        yield from (path for path in paths if matches(path) and os.path.isfile(path))
 
 
 def _no_match(given: str, pattern: str, where: str) -> str:
     if os.path.isdir(pattern):
         return f"{where}.paths: {given!r} is a folder: give a glob of its files, such as '{given.rstrip('/')}/**/*.txt'"
     if glob.has_magic(given):
-        return f"{where}.paths: the glob {given!r} matches no file (looked in {fixed_folder(pattern)})"
+        return f"{where}.paths: {given!r} matches no file that exclude leaves (looked in {fixed_folder(pattern)})"
     return f"{where}.paths: no such file: {given!r} (looked for {pattern})"
 
 

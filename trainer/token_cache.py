@@ -1,7 +1,8 @@
 """A source's text as token shards: tokenised once per node, then memory-mapped by every process.
 
 The cache is keyed by what it was made from: paths, sizes and times of the files (a data set at the hub: its name), the
-tokenizer, the settings that choose documents. Data that changed is therefore tokenised again, and a shard that was cut short is noticed when it is opened.
+tokenizer, the settings that choose documents. Data that changed is therefore tokenised again, and a shard that was cut
+short is noticed when it is opened.
 """
 
 import json

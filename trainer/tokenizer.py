@@ -40,8 +40,7 @@ class Tokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_str(json_text)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        if self._tokenizer.token_to_id(eos_token) is None:
-            self._tokenizer.add_special_tokens([eos_token])
+        self._tokenizer.add_special_tokens([eos_token])  # an entry that is there already only becomes special
         eos_id = self._tokenizer.token_to_id(eos_token)
         assert eos_id is not None
         self.name = name
