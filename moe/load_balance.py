@@ -42,7 +42,7 @@ def batch_aux_loss(
     `counts_E_global` and `num_valid_tokens_global` are summed over all ranks that share the micro-step's batch.
     """
     num_experts = scores_TE.shape[1]
-    num_tokens = _at_least_one(num_valid_tokens_global, scores_TE)
+    num_tokens = _at_least_one(num_valid_tokens_global)
     load_E = counts_E_global.to(scores_TE.dtype) / num_tokens
     probability_E = _token_shares(scores_TE, token_mask_T).sum(dim=0) / num_tokens
     return (load_E * probability_E).sum() * (num_experts / top_k)
@@ -68,7 +68,7 @@ def sequence_aux_loss(
     probability_BE = _token_shares(scores_TE, token_mask_T).view(num_sequences, seq_len, num_experts).sum(dim=1)
     counts_BE = _count_per_sequence(topk_ids_TK, num_sequences, num_experts).to(scores_TE.dtype)
     loss_B = (counts_BE * probability_BE).sum(dim=1) / valid_B.clamp_min(1).square() * (num_experts / top_k)
-    return loss_B.sum() / _at_least_one(num_sequences_global, scores_TE)
+    return loss_B.sum() / _at_least_one(num_sequences_global)
 
 
 def z_loss(logits_TE: Tensor, token_mask_T: Tensor | None, num_valid_tokens_global: Tensor | int) -> Tensor:
@@ -78,7 +78,7 @@ def z_loss(logits_TE: Tensor, token_mask_T: Tensor | None, num_valid_tokens_glob
     squares_T = torch.logsumexp(logits_TE, dim=-1).square()
     if token_mask_T is not None:
         squares_T = torch.where(token_mask_T, squares_T, 0.0)
-    return squares_T.sum() / _at_least_one(num_valid_tokens_global, logits_TE)
+    return squares_T.sum() / _at_least_one(num_valid_tokens_global)
 
 
 def update_expert_bias(bias_E: Tensor, counts_E_global: Tensor, rate: float) -> Tensor:
@@ -124,6 +124,6 @@ def _count_per_sequence(ids_TK: Tensor, num_sequences: int, num_experts: int) ->
     return counts.scatter_add(1, slots, torch.ones_like(slots))[:, :num_experts]
 
 
-def _at_least_one(count: Tensor | int, like: Tensor) -> Tensor:
+def _at_least_one(count: Tensor | int) -> Tensor | int:
     # A batch of padding alone has loss 0, not 0 / 0.
-    return torch.as_tensor(count, device=like.device).to(like.dtype).clamp_min(1)
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)

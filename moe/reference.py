@@ -70,7 +70,6 @@ def reference_experts(
     of exactly zero.
     """
     accumulate = torch.float64 if x_RD.dtype == torch.float64 else torch.float32
-    weights_RK = torch.where(local_ids_RK >= 0, weights_RK, 0.0)
     places: list[tuple[Tensor, ...]] = []
     outputs: list[Tensor] = []
     for e in range(w_down_EDF.shape[0]):

@@ -35,15 +35,17 @@ def full_loss(h: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> to
     return cross_entropy(h @ weight.T, labels, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements in a tensor that any operation returned, in forward and in backward."""
+class Recorder(TorchDispatchMode):
+    """Records, in forward and in backward, the most elements in any operation's result, and the matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numel = 0
+        self.num_products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.num_products += "mm" in func.__name__
         self.numel = max([self.numel, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))])
         return out
 
@@ -70,9 +72,9 @@ def test_gradcheck() -> None:
 @pytest.mark.parametrize("train", [True, False])
 def test_full_logits_never_exist(train: bool) -> None:
     h, weight, labels = make_inputs(num_tokens=512, dim=4, vocab=256, dtype=torch.float32)
-    with LargestTensor() as full:
+    with Recorder() as full:
         full_loss(h, weight, labels).backward()
-    with LargestTensor() as chunked, torch.set_grad_enabled(train):
+    with Recorder() as chunked, torch.set_grad_enabled(train):
         loss = linear_cross_entropy(h, weight, labels, chunk_tokens=16)
         if train:
             loss.backward()
@@ -151,9 +153,9 @@ def test_one_of_the_inputs_may_be_frozen(h_grad: bool, weight_grad: bool) -> Non
 
 def test_evaluation_computes_no_gradient() -> None:
     h, weight, labels = make_inputs()
-    with torch.no_grad():
-        loss = linear_cross_entropy(h, weight, labels, chunk_tokens=7)
-    assert not loss.requires_grad
+    with Recorder() as recorder, torch.no_grad():
+        loss = linear_cross_entropy(h, weight, labels, chunk_tokens=10)
+    assert not loss.requires_grad and recorder.num_products == 5, "one product for each chunk"
     torch.testing.assert_close(loss, full_loss(h, weight, labels).detach(), rtol=1e-12, atol=0)
 
 

@@ -115,13 +115,26 @@ def test_what_lies_behind_a_missing_expert_is_never_read() -> None:
 
 
 def test_half_precision_rows_are_summed_in_fp32_and_rounded_once() -> None:
-    """One row, K copies of the same expert: the weights add up exactly only if no partial sum is rounded."""
+    """Adding y/512 twice to y changes a bf16 sum only if the partial sums keep more than 8 bits."""
     x, _, _ = make_rows(torch.bfloat16)
     w_gate_up, w_down, *_ = make_weights(torch.bfloat16, bias=False)
-    ids, weights = torch.zeros(R, K, dtype=torch.int64), torch.tensor([[0.5, 2.0**-10, 0.5 - 2.0**-10]]).expand(R, K)
+    ids, weights = torch.zeros(R, K, dtype=torch.int64), torch.tensor([1.0, 2.0**-9, 2.0**-9]).expand(R, K)
     out = reference_experts(x, ids, weights, w_gate_up, w_down, None, None, MoEConfig())
     single = reference_experts(x, ids[:, :1], torch.ones(R, 1), w_gate_up, w_down, None, None, MoEConfig())
-    assert out.dtype == torch.bfloat16 and torch.equal(out, single)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, (single.float() * (1 + 2.0**-8)).bfloat16()) and not torch.equal(out, single)
+
+
+def test_the_clamped_activation_is_that_of_gpt_oss() -> None:
+    """Far beyond both clamps, where only the gate has no lower one. fp64: the same few operations."""
+    from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    theirs = GptOssExperts(GptOssConfig(num_local_experts=1, hidden_size=2, intermediate_size=2))
+    values = torch.linspace(-20, 20, 41, dtype=torch.float64)
+    gate, up = torch.cartesian_prod(values, values).T
+    expected = theirs._apply_gate(torch.stack([gate, up], dim=-1).flatten())
+    torch.testing.assert_close(expert_activation(gate, up, "clamped_swiglu"), expected, rtol=1e-14, atol=0)
 
 
 def test_an_unknown_activation_is_refused() -> None:

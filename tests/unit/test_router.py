@@ -116,8 +116,8 @@ def test_dropped_pairs_are_exactly_those_above_capacity(seed: int, factor: float
 
 
 def test_capacity_is_not_raised_by_binary_rounding() -> None:
-    # 1.1 * 10 is 11.000000000000002 in binary.
-    assert expert_capacity(MoEConfig(num_experts=2, top_k=2, capacity_factor=1.1), seq_len=10) == 11
+    # 1.1 * 50 is 55.00000000000001 in binary.
+    assert expert_capacity(MoEConfig(num_experts=2, top_k=2, capacity_factor=1.1), seq_len=50) == 55
     assert expert_capacity(MoEConfig(num_experts=8, top_k=1, capacity_factor=0.01), seq_len=4) == 1
 
 
@@ -142,6 +142,15 @@ def test_ties_go_to_the_lowest_id() -> None:
     routing = route(torch.ones(3, 4), torch.zeros(16, 4), None, MoEConfig(num_experts=16, top_k=3), seq_len=3)
     assert routing.topk_ids_TK.tolist() == [[0, 1, 2]] * 3
     torch.testing.assert_close(routing.topk_weights_TK, torch.full((3, 3), 1 / 3))
+
+
+@pytest.mark.parametrize(("score_function", "offset"), [("sigmoid", 50.0), ("softmax", -500.0)])
+def test_saturated_scores_are_still_told_apart(score_function: str, offset: float) -> None:
+    """The scores are all 1 (sigmoid) or 0 (softmax, under the first expert's 1) in fp32; the logits are not."""
+    config = MoEConfig(num_experts=4, top_k=2, score_function=score_function)
+    logits = torch.tensor([0.0, offset, offset + 2, offset + 1])
+    routing = route(torch.zeros(1, 3), torch.zeros(4, 3), logits, config, seq_len=1)
+    assert routing.topk_ids_TK.tolist() == [[2, 3] if score_function == "sigmoid" else [0, 2]]
 
 
 def test_no_token_at_all() -> None:
