@@ -1,0 +1,437 @@
+"""Checkpoints of one process: completeness, kills at every step of a save, damage, retention, strictness."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer import checkpoint_files as files
+from trainer.checkpoint import Checkpointer, load_weights, open_checkpoint, resolve_resume
+from trainer.checkpoint_files import IncompleteCheckpointError
+from trainer.config import CheckpointConfig
+
+
+class Toy(nn.Module):
+    """Two linear maps, a buffer that training changes, and a parameter that never gets a gradient."""
+
+    def __init__(self, hidden: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, hidden)
+        self.second = nn.Linear(hidden, 2)
+        self.unused = nn.Parameter(torch.randn(4))
+        self.register_buffer("expert_bias", torch.zeros(7))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def trained(steps: int = 2, seed: int = 0) -> tuple[Toy, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = Toy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        train_step(model, optimizer)
+    return model, optimizer
+
+
+def train_step(model: Toy, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.expert_bias += 0.25
+
+
+def checkpointer(folder: Path, said: list[str] | None = None, **config: object) -> Checkpointer:
+    notify = (said if said is not None else []).append
+    return Checkpointer(folder, CheckpointConfig(**{"asynchronous": False, **config}), notify=notify)  # type: ignore[arg-type]
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        tensors |= {f"{name}.{key}": value.clone() for key, value in optimizer.state.get(param, {}).items()}
+    return tensors
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+        assert a[name].dtype == b[name].dtype, name
+
+
+def fresh(sentinel: float = 1e30) -> tuple[Toy, torch.optim.AdamW]:
+    model = Toy()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(sentinel)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_everything_comes_back_bit_for_bit(tmp_path: Path, asynchronous: bool) -> None:
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, asynchronous=asynchronous)
+    extra = {"tokens": 12, "data": {"next_sample": 7}, "lr": 0.1 + 0.2, "wandb_run_id": None}
+    saver.save(2, model, optimizer, extra)
+    saved = state(model, optimizer)
+    rng = [torch.rand(3).tolist(), random.random(), numpy.random.rand(2).tolist()]
+    train_step(model, optimizer)
+    after = state(model, optimizer)
+    saver.close()
+
+    new_model, new_optimizer = fresh()
+    loader = checkpointer(tmp_path)
+    path = loader.latest()
+    assert path == tmp_path / "step_00000002"
+    assert loader.load(path, new_model, new_optimizer) == extra
+    assert loader.last_step == 2
+    assert_same(state(new_model, new_optimizer), saved)
+    assert saved["expert_bias"].eq(0.5).all(), "the balancing bias is saved as it is, not as it began"
+    assert "unused.exp_avg" not in state(new_model, new_optimizer)
+    assert [torch.rand(3).tolist(), random.random(), numpy.random.rand(2).tolist()] == rng
+
+    # The step after the resume equals the step that was not interrupted.
+    loader.load(path, new_model, new_optimizer)
+    torch.rand(3)
+    train_step(new_model, new_optimizer)
+    assert_same(state(new_model, new_optimizer), after)
+
+
+def test_state_that_the_checkpoint_does_not_have_is_dropped(tmp_path: Path) -> None:
+    untouched, optimizer = trained(steps=0)
+    saver = checkpointer(tmp_path)
+    saver.save(0, untouched, optimizer, {})
+    assert not optimizer.state, "saving must not step the optimizer"
+    stepped, stepped_optimizer = trained(steps=3)
+    saver.load(tmp_path, stepped, stepped_optimizer)
+    assert_same(state(stepped, stepped_optimizer), state(untouched, optimizer))
+
+
+def test_a_background_save_is_not_touched_by_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, asynchronous=True)
+    before = state(model, optimizer)
+    trains = []
+    write = Checkpointer._write_tensors
+
+    def late(self: Checkpointer, *args: object) -> object:
+        while not trains:
+            time.sleep(0.01)
+        return write(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Checkpointer, "_write_tensors", late)
+    saver.save(2, model, optimizer, {})
+    train_step(model, optimizer)
+    assert not (tmp_path / "latest").exists()
+    trains.append(True)
+    saver.wait()
+    new_model, new_optimizer = fresh()
+    saver.load(tmp_path, new_model, new_optimizer)
+    assert_same(state(new_model, new_optimizer), before)
+
+
+def die_at(action: int, folder: Path, work: Callable[[], None]) -> bool:
+    """Run `work` in a copy of this process that is killed -9 before its `action`-th effect on disk. True if it died.
+
+    Effects are calls that move, make or sync files and directories, and one in 100 writes into a file.
+    """
+    child = os.fork()
+    if child == 0:
+        count = [0]
+
+        def counted(real: Callable, one_in: int = 1) -> Callable:
+            calls = itertools.count()
+
+            def call(*args: object, **kwargs: object) -> object:
+                count[0] += next(calls) % one_in == 0
+                if count[0] == action:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **kwargs)
+
+            return call
+
+        for name in ("fsync", "rename", "replace", "mkdir", "rmdir"):
+            setattr(os, name, counted(getattr(os, name)))
+        files._ChecksumStream.write = counted(files._ChecksumStream.write, one_in=100)
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_kill_at_any_moment_of_a_save_leaves_a_loadable_checkpoint(tmp_path: Path, step: int) -> None:
+    """Step 3 is saved after step 2 (or step 2 is saved again), with keep_last=1, killed before each effect in turn."""
+    model, optimizer = trained()
+    old = state(model, optimizer)
+    checkpointer(tmp_path / "origin").save(2, model, optimizer, {"save": "old"})
+    train_step(model, optimizer)
+    new = state(model, optimizer)
+    outcomes = set()
+    action = 0
+    died = True
+    while died:
+        action += 1
+        folder = tmp_path / f"kill{action}"
+        shutil.copytree(tmp_path / "origin", folder)
+        died = die_at(
+            action, folder, lambda f=folder: checkpointer(f, keep_last=1).save(step, model, optimizer, {"save": "new"})
+        )
+        loader = checkpointer(folder, keep_last=1)
+        path = loader.latest()
+        assert path is not None, f"nothing to load after a kill at effect {action}"
+        found_model, found_optimizer = fresh()
+        extra = loader.load(path, found_model, found_optimizer)
+        assert_same(state(found_model, found_optimizer), {"old": old, "new": new}[extra["save"]])
+        outcomes.add(extra["save"])
+        # The next save works, and leaves exactly one checkpoint and no debris.
+        loader.save(4, model, optimizer, {})
+        assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000004"]
+    assert outcomes == {"old", "new"} and action > 20
+
+
+def test_latest_that_is_broken_or_missing_falls_back_and_says_so(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    said: list[str] = []
+    saver = checkpointer(tmp_path, said)
+    for step in (1, 2, 3):
+        saver.save(step, model, optimizer, {})
+    assert not said
+    shard = next((tmp_path / "step_00000003").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert saver.latest() == tmp_path / "step_00000002"
+    assert any("step_00000003" in line and "bytes instead of" in line for line in said)
+    (tmp_path / "step_00000002" / "manifest.json").unlink()
+    assert saver.latest() == tmp_path / "step_00000001"
+    for junk in (b"", b"\xff\xfe", b"step_00000009\n", b"../elsewhere"):
+        (tmp_path / "latest").write_bytes(junk)
+        assert saver.latest() == tmp_path / "step_00000001"
+    shutil.rmtree(tmp_path / "step_00000001")
+    assert saver.latest() is None
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra.json"])
+def test_one_flipped_bit_is_noticed(tmp_path: Path, name: str) -> None:
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path)
+    saver.save(1, model, optimizer, {"a": 1})
+    path = tmp_path / "step_00000001" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IncompleteCheckpointError, match=f"{name} is damaged.*checkpoint.resume=PATH"):
+        saver.load(tmp_path, *fresh())
+    with pytest.raises(IncompleteCheckpointError, match="damaged"):
+        load_weights(tmp_path, Toy())
+
+
+def test_damaged_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpointer(tmp_path).save(1, model, optimizer, {})
+    path = tmp_path / "step_00000001" / "manifest.json"
+    good = path.read_text()
+    outer = json.loads(good)
+    outer["manifest"] = outer["manifest"].replace('"step": 1', '"step": 2')
+    for bad in (good[: len(good) // 2], "[]", "{}", json.dumps(outer)):
+        path.write_text(bad)
+        with pytest.raises(IncompleteCheckpointError):
+            open_checkpoint(tmp_path / "step_00000001")
+        assert files.latest_checkpoint(tmp_path, lambda _: None) is None
+
+
+def test_names_that_do_not_fit_are_listed(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path)
+    saver.save(1, model, optimizer, {})
+
+    wider = Toy(hidden=6)
+    with pytest.raises(
+        ValueError, match=r"of another shape: .*model.first.weight \(checkpoint \(5, 3\), here \(6, 3\)\)"
+    ):
+        saver.load(tmp_path, wider, torch.optim.AdamW(wider.parameters()))
+    more = Toy()
+    more.extra = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="2 missing in the checkpoint: model.extra.weight, model.extra.bias"):
+        saver.load_weights(tmp_path, more)
+    less = Toy()
+    del less.unused
+    with pytest.raises(ValueError, match="1 unexpected in the checkpoint: model.unused"):
+        load_weights(tmp_path, less)
+    double = Toy().double()
+    with pytest.raises(ValueError, match="of another dtype: model.unused"):
+        saver.load(tmp_path, double, torch.optim.AdamW(double.parameters()))
+    sgd = torch.optim.SGD(Toy().parameters())
+    with pytest.raises(ValueError, match="optimizer AdamW, this run uses SGD.*init_from"):
+        saver.load(tmp_path, Toy(), sgd)
+    with pytest.raises(ValueError, match="no memory yet"), torch.device("meta"):
+        load_weights(tmp_path, Toy())
+
+
+def test_weights_alone_cast_and_leave_the_optimizer(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpointer(tmp_path / "run" / "checkpoints").save(2, model, optimizer, {"config": {"model": "toy"}})
+    stored = open_checkpoint(tmp_path / "run")
+    assert (stored.step, stored.world_size, stored.extra) == (2, 1, {"config": {"model": "toy"}})
+    target = fresh()[0].bfloat16()
+    load_weights(tmp_path / "run", target)
+    for name, value in model.state_dict().items():
+        assert torch.equal(target.state_dict()[name], value.bfloat16()), name
+
+
+def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, optimizer = trained()
+    model.first = checkpoint_wrapper(model.first)  # type: ignore[assignment]
+    model.second = torch.compile(model.second, backend="eager")  # type: ignore[assignment]
+    checkpointer(tmp_path).save(2, model, optimizer, {})
+    plain, plain_optimizer = fresh()
+    checkpointer(tmp_path).load(tmp_path, plain, plain_optimizer)
+    assert torch.equal(plain.first.weight, model.first.weight)
+    assert torch.equal(
+        plain_optimizer.state[plain.first.weight]["exp_avg"], optimizer.state[model.first.weight]["exp_avg"]
+    )
+
+
+def test_tied_parameters(tmp_path: Path) -> None:
+    def tied() -> tuple[Toy, torch.optim.Adam]:
+        model = Toy()
+        model.head = nn.Linear(3, 5)
+        model.head.weight = model.first.weight
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    model, optimizer = tied()
+    train_step(model, optimizer)
+    checkpointer(tmp_path).save(1, model, optimizer, {})
+    new_model, new_optimizer = tied()
+    checkpointer(tmp_path).load(tmp_path, new_model, new_optimizer)
+    assert_same(state(new_model, new_optimizer), state(model, optimizer))
+    assert new_model.head.weight is new_model.first.weight
+
+
+def test_momentum_and_plain_sgd(tmp_path: Path) -> None:
+    for momentum in (0.0, 0.9):
+        folder = tmp_path / str(momentum)
+        model = Toy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        train_step(model, optimizer)
+        checkpointer(folder).save(1, model, optimizer, {})
+        new_model, _ = fresh()
+        new_optimizer = torch.optim.SGD(new_model.parameters(), lr=0.1, momentum=momentum)
+        checkpointer(folder).load(folder, new_model, new_optimizer)
+        torch.manual_seed(3)
+        train_step(model, optimizer)
+        torch.manual_seed(3)
+        train_step(new_model, new_optimizer)
+        for name, value in model.state_dict().items():
+            assert torch.equal(new_model.state_dict()[name], value), (momentum, name)
+
+
+def test_retention_keeps_the_newest_and_what_latest_names(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, keep_last=2)
+    for step in (10, 20, 30):
+        saver.save(step, model, optimizer, {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000020", "step_00000030"]
+    # A run that went back: newest means saved last, not the highest step.
+    saver.save(15, model, optimizer, {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000015", "step_00000030"]
+    (tmp_path / "latest").write_text("step_00000030\n")
+    files.retain(tmp_path, 1, [], lambda _: None)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000015", "step_00000030"]
+    (tmp_path / "latest").write_text("step_00000015\n")
+    files.retain(tmp_path, 1, [tmp_path / "step_00000030"], lambda _: None)
+    assert (tmp_path / "step_00000030").exists()
+    files.retain(tmp_path, 0, [], lambda _: None)
+    assert (tmp_path / "step_00000030").exists()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_full_disk_is_told_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, asynchronous=asynchronous)
+    saver.save(1, model, optimizer, {})
+    saver.wait()
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files._ChecksumStream, "write", full)
+    with pytest.raises(RuntimeError, match=r"checkpoint of step 2 was not saved in .*No space left.*step 1"):
+        saver.save(2, model, optimizer, {})
+        # A background save tells at the next occasion.
+        saver.save(3, model, optimizer, {})
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
+    saver.load(tmp_path, *fresh())
+    saver.save(4, model, optimizer, {})
+    saver.close()
+    assert open_checkpoint(tmp_path).step == 4
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model, optimizer = trained()
+    with pytest.raises(RuntimeError, match="was not saved"):
+        checkpointer(tmp_path / "file" / "checkpoints").save(1, model, optimizer, {})
+
+
+def test_file_system_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.time, "sleep", lambda _: None)
+    writer = files.CheckpointWriter(tmp_path / "made elsewhere")
+    with pytest.raises(FileNotFoundError, match="all nodes share"):
+        writer.prepare_local_plan(None)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_state_that_cannot_be_stored_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path)
+    with pytest.raises(ValueError, match="JSON-able"):
+        saver.save(1, model, optimizer, {"loss": torch.ones(1)})
+    optimizer.state[model.first.weight]["odd"] = "text"
+    with pytest.raises(ValueError, match="'odd' of first.weight"):
+        saver.save(1, model, optimizer, {})
+    with pytest.raises(ValueError, match="not the model's"):
+        saver.save(1, model, torch.optim.SGD(Toy().parameters()), {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_resume_setting(tmp_path: Path) -> None:
+    own, other = tmp_path / "own" / "checkpoints", tmp_path / "other"
+    said: list[str] = []
+    assert resolve_resume("auto", own, said.append) is None and not said
+    model, optimizer = trained()
+    saver = checkpointer(own)
+    saver.save(1, model, optimizer, {})
+    saver.save(2, model, optimizer, {})
+    checkpointer(other / "checkpoints").save(7, model, optimizer, {})
+    assert resolve_resume("auto", own, said.append) == own / "step_00000002" and not said
+    assert resolve_resume(str(own / "step_00000001"), own) == own / "step_00000001"
+    assert resolve_resume(str(other), own) == other / "checkpoints" / "step_00000007"
+    assert resolve_resume("never", own, said.append) is None and "2 checkpoints" in said[0]
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        resolve_resume(str(tmp_path / "nowhere"), own)
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        resolve_resume(str(tmp_path), own)
+    (own / "step_00000001" / "manifest.json").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="no complete checkpoint"):
+        resolve_resume(str(own / "step_00000001"), own)
