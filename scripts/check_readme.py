@@ -151,7 +151,8 @@ def _problem(token: str, checkout: Checkout) -> str | None:
     if token.startswith("make "):
         return None if token[5:] in checkout.make_targets else "no such target in the Makefile"
     if "=" in token and re.match(r"^~?[a-z_][\w.]*=", token):
-        return _override_problem(*token.split("=", 1), checkout)
+        key, _, value = token.partition("=")
+        return _override_problem(key, value, checkout)
     if re.fullmatch(r"\w+\(\)", token):
         known = token[:-2] in checkout.definitions or hasattr(builtins, token[:-2])
         return None if known else "no function of that name"

@@ -160,6 +160,7 @@ def test_job_whose_time_is_up_saves_on_all_nodes_and_requeues_once(stubs: Stubs)
     assert code == 0, output
     assert len(stubs.events("saved-on-SIGUSR1")) == 4, stubs.lines("workers")
     assert stubs.living_workers() == []
+    assert "torchrun is gone" not in output
     assert [line for line in stubs.lines("scontrol") if line.startswith("requeue")] == ["requeue 41"]
     commands = stubs.lines("torchrun")
     assert len(commands) == 2
