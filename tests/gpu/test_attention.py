@@ -1,7 +1,7 @@
 """The CUDA backends of the inner attention against the written-out formula in fp64 on the same bf16 inputs.
 
-Norm-wise tolerances: bf16 keeps 8 bits, so one rounding is 2e-3 to 4e-3; outputs and gradients of the kernels carry a few
-roundings: 1e-2.
+Norm-wise tolerances: bf16 keeps 8 bits, so one rounding is 2e-3 to 4e-3; outputs and gradients of the kernels carry a
+few roundings: 1e-2.
 """
 
 import pytest
@@ -75,7 +75,8 @@ def test_varlen_equals_reference(shape, window, sinks, packed):
     expected = expected_results(tensors, ids, window, 0.11)
     for name, a, e in zip(("out", "dq", "dk", "dv", "dsinks"), actual, expected, strict=False):
         assert a.dtype == torch.bfloat16
-        assert error(a, e) < TOLERANCE, name
+        # A sink's gradient is one sum over all rows of both signs: it cancels, so roundings weigh more.
+        assert error(a, e) < (3e-2 if name == "dsinks" else TOLERANCE), name
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -160,24 +161,25 @@ def test_a_bound_on_documents_spares_the_synchronisation():
 
 @pytest.mark.parametrize("kind", ["gqa", "sinks", "mla"])
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
-def test_compiled_block_equals_eager(kind, packed):
+def test_compiled_blocks_are_as_exact_as_eager_ones(kind, packed):
+    """Against fp64. Fusion changes where bf16 is rounded, so compiled and eager differ from each other as well."""
     attention = {
         "gqa": AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32, qk_norm="head"),
         "sinks": AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32, bias=True, sinks=True, sliding_window=64),
         "mla": AttentionConfig(kind="mla", num_heads=4, kv_lora_rank=32),
     }[kind]
-    model = dense_model(attention)
+    model, exact = dense_model(attention), dense_model(attention).double()
     tokens = torch.randint(0, 64, (B, S), device="cuda")
     ids = document_ids() if packed else None
-    results = []
-    for compiled in (False, True):
-        if compiled:
-            for block in model.layers.values():
-                block.forward = torch.compile(block.forward, fullgraph=True)
+
+    def loss_and_gradients(model):
         model.zero_grad(set_to_none=True)
         loss = model(tokens, labels_BS=tokens, document_ids_BS=ids).loss_sum
         loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for actual, expected in zip(*results, strict=True):
-        # Fusion removes roundings to bf16 between operations; two layers add a few.
-        assert error(actual, expected) < 3e-2
+        return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+    expected, eager = loss_and_gradients(exact), loss_and_gradients(model)
+    for block in model.layers.values():
+        block.forward = torch.compile(block.forward, fullgraph=True)
+    for name, compiled in loss_and_gradients(model).items():
+        assert error(compiled, expected[name]) < 2 * error(eager[name], expected[name]) + TOLERANCE, name

@@ -127,14 +127,11 @@ def _cumulative_lengths(
     starts_T = starts_BS.flatten()
     if max_documents is None:
         max_documents = int(starts_T.sum())
-    # The last slot takes what is not a start and is then overwritten; unused slots are documents of no tokens.
-    torch._assert_async(starts_T.sum() <= max_documents, "more documents in the batch than max_documents")
-    slots_T = torch.where(starts_T, starts_T.cumsum(0) - 1, max_documents)
+    # One more slot takes what is not a start and is then cut off; unused slots are documents of no tokens.
+    slots_T = torch.where(starts_T, starts_T.cumsum(0) - 1, max_documents + 1)
     index_T = torch.arange(B * S, dtype=torch.int32, device=device)
-    cu_seqlens = torch.full((max_documents + 1,), B * S, dtype=torch.int32, device=device)
-    cu_seqlens.scatter_(0, slots_T, index_T)
-    cu_seqlens[max_documents] = B * S
-    return cu_seqlens
+    cu_seqlens = torch.full((max_documents + 2,), B * S, dtype=torch.int32, device=device)
+    return cu_seqlens.scatter_(0, slots_T, index_T)[:-1]
 
 
 class InnerAttention(nn.Module):
