@@ -8,6 +8,7 @@ Expert weights are gathered over dp_shard x cp / ep only: each group of ranks th
 FSDP mesh.
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -47,17 +48,30 @@ def sum_gradients(module: FSDPModule) -> None:
     module.set_force_sum_reduction_for_comms(True)
 
 
-def _shard_experts(
-    experts: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool
-) -> None:
+def expert_shard_dim(shape: Sequence[int], shard_size: int) -> int:
+    """The dim of a rank's stack of experts that `shard_size` ranks can split evenly; whole experts where possible.
+
+    Fewer experts than ranks would leave ranks without any, and FSDP splits no other dim unevenly.
+
+    Raises:
+        ValueError: if no dim divides.
+    """
+    for dim, size in enumerate(shape):
+        if size % shard_size == 0:
+            return dim
+    raise ValueError(
+        f"expert weights of shape {tuple(shape)} (experts of one rank first) have no dim that divides by the {shard_size}"
+        " ranks that share them (dp_shard x cp x tp / ep); raise parallel.ep or parallel.dp_replicate."
+    )
+
+
+def _shard_experts(experts: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool) -> None:
     shard_size = mesh.experts.size(mesh.experts.ndim - 1)
     experts_per_rank = next(experts.parameters()).shape[0] // cast(int, mesh.config.ep)
-    # Fewer experts than ranks would leave ranks without any; every weight's second dim is long.
-    dim = 0 if experts_per_rank % shard_size == 0 else 1
     fully_shard(
         experts,
         mesh=mesh.experts,
         mp_policy=policy,
         reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=lambda _: Shard(dim),
+        shard_placement_fn=lambda weight: Shard(expert_shard_dim((experts_per_rank, *weight.shape[1:]), shard_size)),
     )
