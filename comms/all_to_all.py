@@ -175,7 +175,10 @@ def unpack(record_RB: Tensor, like: list[Tensor]) -> list[Tensor]:
     start = 0
     for example in like:
         width = example.shape[1] * example.element_size()
-        columns.append(record_RB[:, start : start + width].contiguous().view(example.dtype))
+        column = record_RB[:, start : start + width]
+        # A single row counts as contiguous wherever it starts, but a wider dtype needs an aligned start.
+        column = column.clone(memory_format=torch.contiguous_format) if start else column.contiguous()
+        columns.append(column.view(example.dtype))
         start += width
     return columns
 
