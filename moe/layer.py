@@ -106,10 +106,13 @@ class MoE(nn.Module):
             token_mask_T=mask_T,
             seq_len=x_BSD.shape[1],
         )
+        # The exchange back comes last: a recomputation for backward stops at the last tensor it needs, before it.
+        stats = self.balance(routing, mask_T, x_BSD.shape[1], scale)
+        shared_TD = None if self.shared is None else self.shared(x_TD)
         y_TD = self.routed_experts(x_TD, routing, mask_T)
-        if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
-        return y_TD.view_as(x_BSD), self.balance(routing, mask_T, x_BSD.shape[1], scale)
+        if shared_TD is not None:
+            y_TD = y_TD + shared_TD
+        return y_TD.view_as(x_BSD), stats
 
     def routed_experts(self, x_TD: Tensor, routing: Routing, mask_T: Tensor | None = None) -> Tensor:
         """Steps 2 to 5 for tokens that have been routed."""
@@ -128,9 +131,7 @@ class MoE(nn.Module):
         out_RD = self.experts(rows_RD, torch.where(is_ours_RK, ids_RK - first, -1), weights_RK, plan.num_items)
         return combine(plan, out_RD)
 
-    def balance(
-        self, routing: Routing, mask_T: Tensor | None, seq_len: int, scale: BalanceScale | None
-    ) -> MoEStats:
+    def balance(self, routing: Routing, mask_T: Tensor | None, seq_len: int, scale: BalanceScale | None) -> MoEStats:
         """Counts, and the auxiliary losses where training asks for them."""
         config = self.config
         counts_E = count_tokens(routing.chosen_ids_TK, config.num_experts)
@@ -145,9 +146,7 @@ class MoE(nn.Module):
         self, routing: Routing, counts_E: Tensor, mask_T: Tensor | None, seq_len: int, scale: BalanceScale
     ) -> Tensor:
         if self.config.aux_loss_level == "sequence":
-            return sequence_aux_loss(
-                routing.scores_TE, routing.chosen_ids_TK, mask_T, seq_len, scale.num_sequences
-            )
+            return sequence_aux_loss(routing.scores_TE, routing.chosen_ids_TK, mask_T, seq_len, scale.num_sequences)
         num_tokens = counts_E.new_tensor(routing.scores_TE.shape[0]) if mask_T is None else mask_T.sum()
         totals = torch.cat([counts_E, num_tokens[None]])
         if self.data_group is not None:

@@ -2,7 +2,8 @@
 
 Recomputing a block's forward would send its rows over the network again, and a router that met a tie or another
 rounding could choose other experts than those the gradient belongs to. So in every mode the results of these operators
-are kept: the chosen expert ids, the exchanged counts and the received rows.
+are kept: the chosen expert ids, the exchanged counts and the received rows. The exchange back needs no keeping: nothing
+that backward wants comes after it, so a recomputation ends before it.
 
     none        everything is kept
     selective   also keeps attention and every second matrix product; recomputes the rest
