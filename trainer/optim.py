@@ -49,7 +49,7 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Matrices decay; norms, biases and sinks do not. Stacked biases of experts (`b_*`) have more dims but are biases."""
+    """Matrices decay; norms, biases and sinks do not. Stacked biases of experts (`b_*`) are told by their name."""
     return parameter.ndim > 1 and not name.rpartition(".")[2].startswith("b_")
 
 
