@@ -60,8 +60,8 @@ def expert_shard_dim(shape: Sequence[int], shard_size: int) -> int:
         if size % shard_size == 0:
             return dim
     raise ValueError(
-        f"expert weights of shape {tuple(shape)} (experts of one rank first) have no dim that divides by the {shard_size}"
-        " ranks that share them (dp_shard x cp x tp / ep); raise parallel.ep or parallel.dp_replicate."
+        f"expert weights of shape {tuple(shape)} (one rank's experts first) have no dim that divides by the "
+        f"{shard_size} ranks that share them (dp_shard x cp x tp / ep); raise parallel.ep or parallel.dp_replicate."
     )
 
 
