@@ -30,7 +30,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 types: setup
-	$(BIN)/python -m pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pyright
 
 imports: setup
 	$(BIN)/lint-imports
