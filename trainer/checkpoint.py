@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from trainer import checkpoint_files as files
 from trainer import train_state
@@ -148,7 +150,7 @@ class Checkpointer:
         writer = CheckpointWriter(partial)
         planner = DefaultSavePlanner(flatten_state_dict=False)
         with _plain_errors():
-            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._peers.group)
+            save_tensors(tensors, storage_writer=writer, planner=planner, process_group=self._peers.group)
         return {name: record for written in self._peers.gather(writer.files) for name, record in written.items()}
 
     def _finish(self, partial: Path, job: "_Job", written: dict[str, list[int]]) -> None:
@@ -218,11 +220,14 @@ class Checkpointer:
             )
             return
         reader = CheckpointReader(folder)
-        saved = reader.read_metadata().state_dict_metadata
-        names = [name for name in saved if name.startswith(_rng_prefix(rank))]
-        states = {name: torch.empty(saved[name].size, dtype=torch.uint8) for name in names}
+        prefix = _rng_prefix(rank)
+        states = {
+            name: torch.empty(saved.size, dtype=torch.uint8)
+            for name, saved in reader.read_metadata().state_dict_metadata.items()
+            if name.startswith(prefix) and isinstance(saved, TensorStorageMetadata)
+        }
         _read_tensors(reader, states)
-        restore_rng({name.removeprefix(_rng_prefix(rank)): state for name, state in states.items()})
+        restore_rng({name.removeprefix(prefix): state for name, state in states.items()})
 
 
 @dataclass
@@ -314,7 +319,7 @@ def _read_tensors(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place. Each rank reads on its own: what it needs is in its layout and the metadata."""
     _expect_one_process()
     with _plain_errors():
-        dcp.load(tensors, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+        load_tensors(tensors, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
 
 
 def _read_extra(folder: Path) -> dict[str, Any]:

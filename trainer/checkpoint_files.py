@@ -28,8 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -44,7 +43,7 @@ _BLOCK_BYTES = 1 << 23
 Notify = Callable[[str], None]
 
 
-class IncompleteCheckpointError(RuntimeError):
+class IncompleteCheckpointError(ValueError):
     """A directory that is not a complete checkpoint; the message says why."""
 
 
@@ -217,14 +216,14 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         outer = json.loads(path.read_bytes())
-        body = outer["manifest"]
-        if zlib.crc32(body.encode()) != outer["crc32"]:
-            raise IncompleteCheckpointError(f"{path} is damaged (checksum)")
-        fields = json.loads(body)
+        intact = zlib.crc32(outer["manifest"].encode()) == outer["crc32"]
+        fields = json.loads(outer["manifest"]) if intact else {}
     except FileNotFoundError:
         raise IncompleteCheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IncompleteCheckpointError(f"{path} is damaged ({error})") from None
+    if not intact:
+        raise IncompleteCheckpointError(f"{path} is damaged (checksum)")
     if fields.get("format") != FORMAT:
         raise IncompleteCheckpointError(f"{path} has format {fields.get('format')}; this version reads {FORMAT}")
     return Manifest(**fields)

@@ -26,7 +26,8 @@ class Peers:
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            self.group = cast(dist.ProcessGroup, group)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value in rank order, on rank 0; an empty list elsewhere."""

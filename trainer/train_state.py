@@ -177,7 +177,7 @@ class Staging:
     def release(self) -> None:
         """Give the memory back."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
     def _reserve(self, nbytes: int, tensors: Mapping[str, Tensor]) -> None:
@@ -187,7 +187,11 @@ class Staging:
         self._memory = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes and any(tensor.is_cuda for tensor in tensors.values()):
             # 0 is success; where the system refuses to lock that much, copies are slower and still right.
-            self._pinned = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), nbytes, 0)) == 0
+            self._pinned = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), nbytes, 0)) == 0
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()
 
 
 def _aligned(nbytes: int) -> int:

@@ -267,17 +267,17 @@ def test_names_that_do_not_fit_are_listed(tmp_path: Path) -> None:
         saver.load(tmp_path, wider, torch.optim.AdamW(wider.parameters()))
     more = Toy()
     more.extra = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="2 missing in the checkpoint: model.extra.weight, model.extra.bias"):
+    with pytest.raises(ValueError, match=r"2 missing in the checkpoint: model.extra.weight, model.extra.bias"):
         saver.load_weights(tmp_path, more)
     less = Toy()
     del less.unused
-    with pytest.raises(ValueError, match="1 unexpected in the checkpoint: model.unused"):
+    with pytest.raises(ValueError, match=r"1 unexpected in the checkpoint: model.unused"):
         load_weights(tmp_path, less)
     double = Toy().double()
-    with pytest.raises(ValueError, match="of another dtype: model.unused"):
+    with pytest.raises(ValueError, match=r"of another dtype: model.unused"):
         saver.load(tmp_path, double, torch.optim.AdamW(double.parameters()))
     sgd = torch.optim.SGD(Toy().parameters())
-    with pytest.raises(ValueError, match="optimizer AdamW, this run uses SGD.*init_from"):
+    with pytest.raises(ValueError, match=r"optimizer AdamW, this run uses SGD.*init_from"):
         saver.load(tmp_path, Toy(), sgd)
     with pytest.raises(ValueError, match="no memory yet"), torch.device("meta"):
         load_weights(tmp_path, Toy())
@@ -408,9 +408,9 @@ def test_state_that_cannot_be_stored_is_refused_before_anything_is_written(tmp_p
     with pytest.raises(ValueError, match="JSON-able"):
         saver.save(1, model, optimizer, {"loss": torch.ones(1)})
     optimizer.state[model.first.weight]["odd"] = "text"
-    with pytest.raises(ValueError, match="'odd' of first.weight"):
+    with pytest.raises(ValueError, match=r"'odd' of first.weight"):
         saver.save(1, model, optimizer, {})
-    with pytest.raises(ValueError, match="not the model's"):
+    with pytest.raises(ValueError, match=r"not the model's"):
         saver.save(1, model, torch.optim.SGD(Toy().parameters()), {})
     assert not list(tmp_path.iterdir())
 

@@ -1,0 +1,96 @@
+"""What ends a run early, decided alike on every rank.
+
+    StopSignal        SIGTERM or SIGUSR1 on any rank -> all ranks stop at the same step boundary and can save
+    NonFinitePolicy   a loss or gradient that is no number -> stop, or leave the update out
+
+A rank that hangs is brought down by the process group: a collective that takes longer than parallel.timeout_seconds
+raises (gloo) or aborts the process (NCCL), with the operation and the rank in its message.
+"""
+
+import math
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.config import GuardConfig
+
+# In rising order of weight: when ranks got different signals, the last one counts.
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+class StopSignal:
+    """Remembers SIGTERM and SIGUSR1. Made on every rank, in the main thread; installs the handlers at once.
+
+    The handlers only set a flag: what they interrupt (a collective, a file being written) goes on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.flag = 0
+        self._device = device
+        self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        self.flag = max(self.flag, 1 + SIGNALS.index(signal.Signals(number)))
+
+    def agree(self) -> str | None:
+        """The signal that any rank got, by name (SIGTERM, SIGUSR1), or None. The same answer on every rank.
+
+        One all-reduce of one integer, on the CPU where the process group can do that, so that it does not wait for
+        work queued on the GPU. A loop that reduces something anyway can take the maximum of `flag` with it, and
+        `name_of` the result.
+        """
+        if not dist.is_initialized():
+            return self.name_of(self.flag)
+        on_host = "gloo" in dist.get_backend_config()
+        flag = torch.tensor(self.flag, dtype=torch.int32, device="cpu" if on_host else self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return self.name_of(int(flag))
+
+    @staticmethod
+    def name_of(flag: int) -> str | None:
+        """The name of a flag's signal; None for 0."""
+        return SIGNALS[flag - 1].name if flag else None
+
+    def restore(self) -> None:
+        """Put the handlers back that were there before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+class NonFinitePolicy:
+    """guard.nonfinite: whether the optimizer may update with this loss and gradient norm.
+
+    Both are global values, equal on every rank, so that every rank decides the same.
+    """
+
+    def __init__(self, config: GuardConfig, notify: Callable[[str], None] = print) -> None:
+        self._config = config
+        self._notify = notify
+        # Updates left out since the last one that was made.
+        self.skipped = 0
+
+    def __call__(self, loss: Tensor, grad_norm: Tensor) -> bool:
+        """True: update. False: leave this update out (`skip`). Waits for the device.
+
+        Raises:
+            RuntimeError: with `stop`, or after more than guard.max_skipped updates left out in a row.
+        """
+        loss_value, norm = torch.stack([loss.detach().double(), grad_norm.detach().double()]).tolist()
+        if math.isfinite(loss_value) and math.isfinite(norm):
+            self.skipped = 0
+            return True
+        what = f"the loss is {loss_value}, the gradient norm is {norm}"
+        self.skipped += 1
+        if self._config.nonfinite == "stop":
+            raise RuntimeError(
+                f"{what}: stopped before the update, so the weights are those of the step before. Resume from the "
+                "last checkpoint with a lower optim.lr, or with guard.nonfinite=skip"
+            )
+        if self.skipped > self._config.max_skipped:
+            raise RuntimeError(f"{what}: stopped after guard.max_skipped={self._config.max_skipped} skips in a row")
+        self._notify(f"{what}: update skipped ({self.skipped} in a row, stops above {self._config.max_skipped})")
+        return False
