@@ -215,5 +215,3 @@ def _compare_numbers(kind: str, ours: list[float], theirs: list[float], bound: f
 def one_process(parallel: ParallelConfig) -> ParallelConfig:
     """The layout to compare with: everything on one rank."""
     return replace(parallel, dp_replicate=1, dp_shard=-1, cp=1, ulysses=1, tp=1, ep=1, etp=1)
-
-

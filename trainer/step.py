@@ -87,9 +87,7 @@ def train_step(
     return StepResult(sums[0], sums[1], sums[2], grad_norm, counts, sums[3], num_tokens, updated)
 
 
-def forward(
-    model: nn.Module, batch: Batch, document_mask: bool, balance: BalanceScale | None = None
-) -> ModelOutput:
+def forward(model: nn.Module, batch: Batch, document_mask: bool, balance: BalanceScale | None = None) -> ModelOutput:
     """Run the model on a batch with labels. Without `document_mask` each sequence is one document."""
     return model(
         batch.tokens_BS,

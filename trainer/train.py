@@ -1,0 +1,265 @@
+"""The training program: build, loop, close.
+
+    torchrun --nproc-per-node N -m trainer.train experiment=NAME key=value ...
+    python -m trainer.train ...            one process
+
+This is the only file that sees everything; what a part does is written in that part:
+
+    config    trainer/compose.py       data   trainer/data.py         model   trainer/models/transformer.py
+    layout    parallel/parallelize.py  step   trainer/step.py         state   trainer/checkpoint.py
+
+Workers exit 0 when the run is finished or was asked to stop (status.json tells which), 2 for a mistake in config or
+data, 1 otherwise.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.mesh import build_mesh, resolve_sizes
+from parallel.process_group import process_group
+from trainer.build import build_model
+from trainer.checkpoint import Checkpointer
+from trainer.compose import config_from_command_line, exit_with_mistake
+from trainer.config import Config
+from trainer.data import build_eval_sets, build_train_loader
+from trainer.evaluate import EvalResult, evaluate
+from trainer.generate import generate
+from trainer.guard import NonFinitePolicy, StopSignal
+from trainer.install_check import check_one_root
+from trainer.metrics import RunMetrics
+from trainer.optim import build_optimizer, learning_rate, set_learning_rate
+from trainer.peers import Peers
+from trainer.run import RunFolder, new_run_id, prepare_run_folder, resolve_run_id, write_status
+from trainer.step import StepResult, train_step
+from trainer.tokenizer import load_tokenizer
+from trainer.validate import accumulation_steps, resolve_parallel
+
+# What a person can mend: told without a traceback, exit code 2.
+MISTAKES = (ValueError, FileNotFoundError, PermissionError)
+# Length of the sample that a finished run prints.
+SAMPLE_TOKENS = 128
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry of the program; ends the process with its exit code."""
+    config, overrides = config_from_command_line(sys.argv[1:] if argv is None else argv)
+    check_one_root()
+    with process_group(config.parallel.timeout_seconds) as device:
+        code = run(config, overrides, device)
+    raise SystemExit(code)
+
+
+def run(config: Config, overrides: Sequence[str], device: torch.device) -> int:
+    """One attempt of a run inside its process group; returns the exit code. Collective."""
+    peers = Peers(config.parallel.timeout_seconds)
+    try:
+        config = settle(config, peers)
+        folder = peers.from_rank0(lambda: prepare_run_folder(config, overrides, peers.size))
+    except MISTAKES as error:
+        exit_with_mistake(error)
+    if folder.finished:
+        if peers.rank == 0:
+            print(folder.notice)
+        return 0
+    record = partial(write_status, folder.path, attempt=folder.attempt)
+    # An evaluation leaves the status of the run it looks at alone; other ranks never write.
+    if peers.rank != 0 or config.train.eval_only:
+        record = _no_status
+    trainer, state, code, message = None, "failed", 1, ""
+    try:
+        trainer = Trainer(config, folder, device, peers)
+        state, code = trainer.evaluate_only() if config.train.eval_only else trainer.train(), 0
+    except MISTAKES as error:
+        code, message = 2, str(error)
+        exit_with_mistake(error)
+    except BaseException as error:
+        message = repr(error)
+        raise
+    finally:
+        step = None if trainer is None else trainer.step
+        record(state=state, step=step, exit_code=code, message=message)
+        if trainer is not None:
+            trainer.close(code)
+    return code
+
+
+def settle(config: Config, peers: Peers) -> Config:
+    """Fill in what depends on the number of processes, and check that it fits. The same on every rank.
+
+    Raises:
+        ValueError: sizes that do not multiply to the world size, or do not divide what they must.
+    """
+    parallel = resolve_parallel(config.parallel, config.model.moe.num_experts, peers.size)
+    parallel = resolve_sizes(parallel, peers.size)
+    accumulation_steps(config.train, parallel.dp_replicate * parallel.dp_shard)
+    run_id = resolve_run_id(config) or peers.from_rank0(new_run_id)
+    return dataclasses.replace(config, parallel=parallel, run=dataclasses.replace(config.run, id=run_id))
+
+
+def _no_status(**_: Any) -> None:
+    pass
+
+
+def total_steps(config: Config) -> int:
+    """train.steps, or fewer where train.max_tokens ends the run first (rounded up to a whole step)."""
+    steps = config.train.steps
+    if config.train.max_tokens is None:
+        return steps
+    return min(steps, math.ceil(config.train.max_tokens / tokens_per_step(config)))
+
+
+def tokens_per_step(config: Config) -> int:
+    """Tokens of one global batch, padding included."""
+    return config.train.global_batch_size * config.train.seq_len
+
+
+class Trainer:
+    """Everything one attempt needs, and the loop over it."""
+
+    def __init__(self, config: Config, folder: RunFolder, device: torch.device, peers: Peers) -> None:
+        self.config, self.folder, self.peers = config, folder, peers
+        self.mesh = mesh = build_mesh(config.parallel, device)
+        self.total_steps = total_steps(config)
+        self.metrics = RunMetrics(config, folder, mesh, self.total_steps)
+        self.step = 0
+        with peers.together():
+            self.tokenizer = load_tokenizer(config.data)
+            self.loader = build_train_loader(config, self.tokenizer, mesh.batch_rank, mesh.batch_size)
+            self.eval_sets = build_eval_sets(config, self.tokenizer, mesh.batch_rank, mesh.batch_size)
+        self.model = build_model(config, mesh)
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.checkpointer = Checkpointer(
+            folder.path / "checkpoints",
+            config.checkpoint,
+            seed=config.run.seed,
+            timeout_seconds=config.parallel.timeout_seconds,
+            notify=self.metrics.say,
+        )
+        self.stop = StopSignal(device)
+        self.may_update = NonFinitePolicy(config.guard, self.metrics.say)
+        self.restore()
+
+    def restore(self) -> None:
+        """Continue from a checkpoint, start from given weights, or start anew; say which."""
+        path, init_from = self.checkpointer.resume_path(), self.config.checkpoint.init_from
+        self.restored_from: Path | str | None = path or init_from
+        if path is not None:
+            extra = self.checkpointer.load(path, self.model, self.optimizer)
+            self.step = int(extra["step"])
+            self.loader.load_state_dict(extra["data"])
+            self.metrics.resume(extra)
+            self.metrics.say(f"continuing from {path} at step {self.step}")
+        elif init_from is not None:
+            self.checkpointer.load_weights(init_from, self.model)
+            self.metrics.say(f"starting from the weights of {init_from}")
+
+    def train(self) -> str:
+        """Train to the end, or to the next step boundary after a stop signal: `finished` or `preempted`."""
+        config, metrics = self.config, self.metrics
+        metrics.begin(self.step)
+        while self.step < self.total_steps:
+            result, lr = self.train_one_step()
+            last = self.step == self.total_steps
+            if last or self.step % config.train.log_every == 0:
+                metrics.log(self.step, result, lr)
+            if self.is_due(config.train.eval_every, last):
+                self.evaluate()
+            signal = self.stop.agree()
+            if signal or self.is_due(config.checkpoint.every, last):
+                self.save()
+            if signal and not last:
+                metrics.event("stop", step=self.step, signal=signal)
+                metrics.say(f"{signal}: saved step {self.step} and stopped; the same command continues the run")
+                self.checkpointer.wait()
+                return "preempted"
+        self.checkpointer.wait()
+        self.show_result()
+        return "finished"
+
+    def train_one_step(self) -> tuple[StepResult, float]:
+        """One optimizer step: its figures, and the learning rate it used."""
+        lr = learning_rate(self.step, self.config.optim, self.total_steps)
+        set_learning_rate(self.optimizer, lr)
+        with self.metrics.waiting_for_data():
+            batches = self.loader.next_step()
+        result = train_step(self.model, self.optimizer, batches, self.mesh, self.config, self.may_update)
+        self.step += 1
+        return result, lr
+
+    def is_due(self, every: int | None, last: bool) -> bool:
+        """Every so many steps and at the end; 0 means only at the end, None never."""
+        if every is None:
+            return False
+        return last or (every > 0 and self.step % every == 0)
+
+    def evaluate(self) -> dict[str, EvalResult]:
+        """Evaluate every held-out set and log the results."""
+        with self.metrics.pause():
+            mask, bytes_V = self.config.data.document_mask, self.tokenizer.bytes_per_token
+            results = {
+                name: evaluate(self.model, batches, self.mesh, bytes_V, mask)
+                for name, batches in self.eval_sets.items()
+            }
+            self.metrics.log_eval(self.step, results)
+        for name, result in results.items():
+            bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
+            self.metrics.say(f"step {self.step}: held-out {name}: loss {result.loss:.4f}{bits}")
+        return results
+
+    def evaluate_only(self) -> str:
+        """Evaluate the weights that were restored, and nothing else."""
+        if self.restored_from is None:
+            raise ValueError(
+                "train.eval_only=true needs weights: name a run that has a checkpoint (run.id), or give "
+                "checkpoint.init_from=PATH"
+            )
+        if not self.eval_sets:
+            raise ValueError("train.eval_only=true but data.eval names no held-out set")
+        self.evaluate()
+        return "finished"
+
+    def save(self) -> None:
+        """Save a checkpoint of this step."""
+        with self.metrics.pause():
+            extra = {"step": self.step, "data": self.loader.state_dict(), **self.metrics.state()}
+            self.checkpointer.save(self.step, self.model, self.optimizer, extra)
+        self.metrics.event("checkpoint", step=self.step)
+
+    def show_result(self) -> None:
+        """A sample, if one is asked for, and where everything lies."""
+        prompt = self.config.train.sample_prompt
+        if prompt is not None:
+            text = generate(
+                self.model,
+                self.tokenizer,
+                prompt,
+                max_new_tokens=SAMPLE_TOKENS,
+                seed=self.config.run.seed,
+                max_context=self.config.train.seq_len,
+                device=self.mesh.device,
+            )
+            self.metrics.say(f"sample of {SAMPLE_TOKENS} tokens after {prompt!r}:\n{text}")
+        path = self.folder.path
+        latest = self.checkpointer.latest()
+        self.metrics.say(
+            f"finished at step {self.step}\n  metrics     {path / 'metrics.jsonl'}\n  config      {path / 'config.yaml'}\n"
+            f"  checkpoint  {latest or 'none (checkpoint.every=null)'}"
+        )
+
+    def close(self, exit_code: int) -> None:
+        """Stop the threads and flush the files. After a failure the first error is the one that counts."""
+        self.loader.close()
+        self.stop.restore()
+        self.checkpointer.close()
+        self.metrics.close(exit_code)
+
+
+if __name__ == "__main__":
+    main()
