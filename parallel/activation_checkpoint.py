@@ -55,12 +55,13 @@ def exchange_operators() -> set[Any]:
 
 
 def attention_operators() -> set[Any]:
-    """Fused attention forwards that this build of torch knows."""
+    """Fused attention forwards that are loaded in this process."""
     aten = torch.ops.aten
     names = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     found = {getattr(aten, f"_scaled_dot_product_{name}").default for name in names}
-    if hasattr(torch.ops.torch_attn, "_varlen_attn"):
-        found.add(torch.ops.torch_attn._varlen_attn.default)
+    # The model registers its own operator for packed documents; a model without it has nothing to keep.
+    if hasattr(torch.ops.sluicegate, "flash_varlen"):
+        found.add(torch.ops.sluicegate.flash_varlen.default)
     return found
 
 

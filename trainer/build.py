@@ -28,6 +28,7 @@ def build_model(config: Config, mesh: Mesh) -> Transformer:
         )
     master, compute = DTYPES[config.precision.recipe]
     model = meta_model(config, master)
+    model.head.compile_chunks = config.parallel.compile
     parallelize(
         model,
         model.layers,

@@ -28,6 +28,8 @@ __all__ = ["Batch", "EvalSet", "Tokenizer", "TrainLoader", "build_eval_sets", "b
 PADDING_SAMPLE = -1
 # Evaluation sets are cut in one order whatever the run's seed, so that runs compare on the same rows.
 EVAL_KEY = 0
+# Bounds on the documents of a batch are multiples of this.
+DOCUMENTS_STEP = 64
 
 
 @dataclass
@@ -39,6 +41,13 @@ class Batch:
     positions_BS: torch.Tensor  # restart with every document
     document_ids_BS: torch.Tensor  # 0, 1, ... in a row; -1 is padding
     sample_ids_B: torch.Tensor  # global sample index; -1 for a row of padding
+
+    @property
+    def max_documents(self) -> int:
+        """A bound on the runs of equal document ids: their number, rounded up so that few different bounds occur."""
+        ids = self.document_ids_BS
+        runs = ids.shape[0] + int((ids[:, 1:] != ids[:, :-1]).sum())
+        return -(-runs // DOCUMENTS_STEP) * DOCUMENTS_STEP
 
     def to(self, device: torch.device | str) -> "Batch":
         """A copy on `device`; does not wait for the transfer where the memory is pinned."""

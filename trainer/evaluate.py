@@ -34,13 +34,12 @@ def evaluate(
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     for batch in batches:
-        on_device = batch.to(mesh.device)
-        output = forward(model, on_device, document_mask)
+        output = forward(model, batch, mesh.device, document_mask)
         assert output.loss_sum is not None
         labels = batch.labels_BS
         num_bytes = bytes_per_token_V[labels[labels != IGNORE_INDEX]].sum()
         sums[0] += output.loss_sum
-        sums[1] += count_valid(on_device.labels_BS)
+        sums[1] += int(count_valid(labels))
         sums[2] += int(num_bytes)
     sum_over_data(sums, mesh)
     model.train(was_training)

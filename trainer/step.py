@@ -56,16 +56,15 @@ def train_step(
     """Forward and backward over this rank's micro-batches, then one update.
 
     Args:
-        batches: this rank's micro-batches; every rank has the same number.
+        batches: this rank's micro-batches, in host memory; every rank has the same number.
         may_update: asked with (loss, grad_norm) before the update; False leaves the weights as they are.
     """
-    batches = [batch.to(mesh.device) for batch in batches]
     num_valid, num_tokens = global_counts(batches, mesh)
     balance = BalanceScale(num_tokens, config.train.global_batch_size, len(batches))
     sums: Tensor | None = None
     counts: Tensor | None = None
     for batch in batches:
-        output = forward(model, batch, config.data.document_mask, balance)
+        output = forward(model, batch, mesh.device, config.data.document_mask, balance)
         assert output.loss_sum is not None
         loss = output.loss_sum / num_valid.clamp(min=1)
         (loss + output.aux_loss + output.z_loss).backward()
@@ -87,14 +86,23 @@ def train_step(
     return StepResult(sums[0], sums[1], sums[2], grad_norm, counts, sums[3], num_tokens, updated)
 
 
-def forward(model: nn.Module, batch: Batch, document_mask: bool, balance: BalanceScale | None = None) -> ModelOutput:
-    """Run the model on a batch with labels. Without `document_mask` each sequence is one document."""
+def forward(
+    model: nn.Module,
+    batch: Batch,
+    device: torch.device,
+    document_mask: bool,
+    balance: BalanceScale | None = None,
+) -> ModelOutput:
+    """Run the model on a batch (in host memory) with labels. Without `document_mask` a sequence is one document."""
+    max_documents = batch.max_documents if document_mask else None
+    batch = batch.to(device)
     return model(
         batch.tokens_BS,
         labels_BS=batch.labels_BS,
         positions_BS=batch.positions_BS if document_mask else None,
         document_ids_BS=batch.document_ids_BS if document_mask else None,
         balance=balance,
+        max_documents=max_documents,
     )
 
 
@@ -102,7 +110,7 @@ def global_counts(batches: Sequence[Batch], mesh: Mesh) -> tuple[Tensor, Tensor]
     """Valid labels and real tokens of the global batch, over all data ranks and accumulation steps."""
     valid = torch.stack([count_valid(batch.labels_BS) for batch in batches]).sum()
     tokens = torch.stack([(batch.document_ids_BS >= 0).sum() for batch in batches]).sum()
-    counts = torch.stack([valid, tokens])
+    counts = torch.stack([valid, tokens]).to(mesh.device)
     sum_over_data(counts, mesh)
     return counts[0], counts[1]
 

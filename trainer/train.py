@@ -125,6 +125,7 @@ class Trainer:
 
     def __init__(self, config: Config, folder: RunFolder, device: torch.device, peers: Peers) -> None:
         self.config, self.folder, self.peers = config, folder, peers
+        torch.use_deterministic_algorithms(config.debug.deterministic)
         self.mesh = mesh = build_mesh(config.parallel, device)
         self.total_steps = total_steps(config)
         self.metrics = RunMetrics(config, folder, mesh, self.total_steps)
