@@ -1,10 +1,10 @@
 """The recipe that turns a model on the meta device into one that runs in parallel, in the order it applies.
 
-    1. expert parallelism      splits parameters, so it comes before anything wraps them
-    2. compile                 compiles the inside of blocks
-    3. activation checkpoint   wraps blocks
-    4. FSDP                    shards whatever parameters are there by now
-    5. initial weights         every rank draws its shard
+1. expert parallelism      splits parameters, so it comes before anything wraps them
+2. compile                 compiles the inside of blocks
+3. activation checkpoint   wraps blocks
+4. FSDP                    shards whatever parameters are there by now
+5. initial weights         every rank draws its shard
 """
 
 from collections.abc import Callable

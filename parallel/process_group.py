@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def process_group(timeout_seconds: int) -> Iterator[torch.device]:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     try:
         yield device
     finally:
@@ -43,8 +44,8 @@ def _device() -> torch.device:
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= count:
         raise RuntimeError(
-            f"process {local_rank} of this node has no GPU of its own: {count} visible. Start at most {count} processes "
-            "per node, or set CUDA_VISIBLE_DEVICES= to train on CPUs."
+            f"process {local_rank} of this node has no GPU of its own: {count} visible. Start at most {count} "
+            "processes per node, or set CUDA_VISIBLE_DEVICES= to train on CPUs."
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -17,10 +17,10 @@ def main() -> int:
     arguments = parse_arguments()
     import torch
 
+    from trainer.build import meta_model
     from trainer.checkpoint import load_weights, open_checkpoint
     from trainer.compose import load_config
     from trainer.generate import generate
-    from trainer.build import meta_model
     from trainer.tokenizer import read_tokenizer
 
     try:

@@ -10,7 +10,6 @@ The error of a tensor is ||a - b|| / ||b|| in fp64.
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -250,7 +250,9 @@ class Trainer:
         path = self.folder.path
         latest = self.checkpointer.latest()
         self.metrics.say(
-            f"finished at step {self.step}\n  metrics     {path / 'metrics.jsonl'}\n  config      {path / 'config.yaml'}\n"
+            f"finished at step {self.step}\n"
+            f"  metrics     {path / 'metrics.jsonl'}\n"
+            f"  config      {path / 'config.yaml'}\n"
             f"  checkpoint  {latest or 'none (checkpoint.every=null)'}"
         )
 

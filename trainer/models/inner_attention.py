@@ -127,7 +127,9 @@ def _cumulative_lengths(
     starts_T = starts_BS.flatten()
     if max_documents is None:
         max_documents = int(starts_T.sum())
-    torch._assert_async(starts_T.sum() <= max_documents, "more documents in the batch than max_documents")
+    torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
+        starts_T.sum() <= max_documents, "more documents in the batch than max_documents"
+    )
     # One more slot takes what is not a start and is then cut off; unused slots are documents of no tokens.
     slots_T = torch.where(starts_T, starts_T.cumsum(0) - 1, max_documents + 1)
     index_T = torch.arange(B * S, dtype=torch.int32, device=device)
