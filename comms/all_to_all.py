@@ -162,11 +162,17 @@ class _Combine(torch.autograd.Function):
 
 def pack(columns: list[Tensor]) -> Tensor:
     """Lay 2-D tensors of equal length side by side as bytes: (rows, B) with B rounded up to 16."""
-    parts = [column.contiguous().view(torch.uint8) for column in columns]
+    parts = [_as_bytes(column) for column in columns]
     width = sum(part.shape[1] for part in parts)
     if padding := -width % RECORD_ALIGNMENT:
         parts.append(parts[0].new_zeros(parts[0].shape[0], padding))
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def _as_bytes(column: Tensor) -> Tensor:
+    num_rows, width = column.shape
+    # By way of one dim: a dim of size 1 may have any stride, and a view of another dtype wants 1.
+    return column.contiguous().view(-1).view(torch.uint8).view(num_rows, width * column.element_size())
 
 
 def unpack(record_RB: Tensor, like: list[Tensor]) -> list[Tensor]:
