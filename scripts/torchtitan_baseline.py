@@ -173,7 +173,7 @@ def add_flavor(model: str, num_layers: int) -> types.ModuleType:
     return module
 
 
-def metrics_processor(*arguments: Any) -> Any:
+def metrics_processor(job_config: Any, parallel_dims: Any, model_args: Any) -> Any:
     """torchtitan's, which also keeps the most memory allocated: our runs report that, its own lines the reserved."""
     from torchtitan.components.metrics import MetricsProcessor
 
@@ -185,7 +185,7 @@ def metrics_processor(*arguments: Any) -> Any:
             self.peak_gib = max(self.peak_gib, torch.cuda.max_memory_allocated() / 2**30)
             super().log(*values, **named)
 
-    return PeakMemory(*arguments)
+    return PeakMemory(job_config, parallel_dims)
 
 
 class EndOfDocument:
