@@ -1,7 +1,7 @@
 """The Triton kernels against plain PyTorch, on CPU tensors under Triton's interpreter.
 
 Kernels add in the same order and precision as their references, so results are equal bit for bit.
-Needs TRITON_INTERPRET=1 before triton is imported: tests/unit/test_interpreter.py starts this folder in a process with it.
+Needs TRITON_INTERPRET=1 before triton is imported: tests/unit/test_interpreter.py runs this folder that way.
 """
 
 import os
