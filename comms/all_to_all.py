@@ -118,7 +118,7 @@ def combine(plan: DispatchPlan, rows_RD: Tensor) -> Tensor:
     """Bring one row per (token, rank) back and sum them: out_TD in the dtype of the rows. Unsent tokens get zero."""
     if not plan.group_name:
         return rows_RD
-    return _Combine.apply(plan, rows_RD)  # type: ignore[no-any-return]
+    return _Combine.apply(plan, _EndOfRecomputation.apply(rows_RD, plan.slots_TN))  # type: ignore[no-any-return]
 
 
 class _Dispatch(torch.autograd.Function):
@@ -142,6 +142,23 @@ class _Dispatch(torch.autograd.Function):
         returned = return_records(record, plan.recv_counts, plan.send_counts, plan.group_name)
         d_x_SD, d_weights_SK = unpack(returned, [d_rows, d_weights])
         return None, gather_sum(d_x_SD, plan.slots_TN), gather_sum(d_weights_SK, plan.slots_TN), None
+
+
+class _EndOfRecomputation(torch.autograd.Function):
+    """The identity, which saves a tensor. Checkpointing recomputes up to the last tensor that forward saved.
+
+    So a recomputation ends here: before the exchange back, and outside the module that made the rows. An end inside it
+    would cut off its forward hooks, and FSDP would take the next step's first forward for a part of this one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(anchor)
+        return rows_RD.view_as(rows_RD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grads[0], None
 
 
 class _Combine(torch.autograd.Function):

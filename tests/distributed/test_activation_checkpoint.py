@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comms import all_to_all
+from moe.experts import GroupedExperts
 from parallel.config import ParallelConfig
 from tests.distributed.harness import run_workers
 from tests.distributed.tiny_models import MODELS
@@ -58,6 +59,29 @@ def test_no_exchange_is_repeated_and_nothing_changes(name: str) -> None:
     reference = results["none"][0][1]
     for mode in ("selective", "full"):
         assert not compare(results[mode][0][1], reference, 0.0)
+
+
+def forwards_of_experts(name: str, mode: str) -> tuple[int, int]:
+    """How often the experts' forward began and how often it ended, recomputations included."""
+    began, ended = [], []
+    original = GroupedExperts.__init__
+
+    def init(self: GroupedExperts, *args: Any) -> None:
+        original(self, *args)
+        self.register_forward_pre_hook(lambda *_: began.append(1))
+        self.register_forward_hook(lambda *_: ended.append(1))
+
+    with patch.object(GroupedExperts, "__init__", init):
+        trace_layout(MODELS[name], ParallelConfig(ep=2, activation_checkpoint=mode), steps=1)
+    return len(began), len(ended)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_recomputation_never_ends_inside_the_experts(name: str) -> None:
+    """FSDP wraps them: were its hook after forward cut off, its state would be that of an unfinished forward."""
+    num_layers = MODELS[name].num_layers - MODELS[name].num_dense_layers
+    for mode in ("selective", "full"):
+        assert run_workers(forwards_of_experts, 2, name, mode) == [(2 * num_layers, 2 * num_layers)] * 2
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
