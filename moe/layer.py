@@ -147,7 +147,8 @@ class MoE(nn.Module):
     ) -> Tensor:
         if self.config.aux_loss_level == "sequence":
             return sequence_aux_loss(routing.scores_TE, routing.chosen_ids_TK, mask_T, seq_len, scale.num_sequences)
-        num_tokens = counts_E.new_tensor(routing.scores_TE.shape[0]) if mask_T is None else mask_T.sum()
+        # Filled on the device: a copy from the host would wait for it.
+        num_tokens = counts_E.new_full((), routing.scores_TE.shape[0]) if mask_T is None else mask_T.sum()
         totals = torch.cat([counts_E, num_tokens[None]])
         if self.data_group is not None:
             # Counts of the whole micro-step: per-rank counts would change the router's gradient with the layout.
