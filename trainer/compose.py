@@ -8,6 +8,7 @@ valid name, and entries of dict fields (`data.train.mine.paths=[a.txt]`) need no
 
 import os
 import re
+import signal
 import sys
 import time
 import typing
@@ -33,8 +34,8 @@ from trainer.validate import validate
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("model", "parallel", "precision", "data", "optim", "checkpoint", "logging", "cluster", "experiment")
-# Ranks other than 0 stay silent for this long after a mistake: torchrun stops everybody as soon as one process
-# ends, and rank 0 must have printed the reason by then.
+# Ranks other than 0 wait this long after a mistake: torchrun stops everybody as soon as one process ends, and rank 0
+# must have printed the reason by then. One that is still there then has seen what rank 0 did not.
 SILENT_RANK_SECONDS = 15.0
 SWITCHES = {"--multirun": "multirun", "-m": "multirun", "--help": "help", "-h": "help"}
 
@@ -158,16 +159,20 @@ def config_from_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
 
 
 def exit_with_mistake(error: Exception) -> NoReturn:
-    """End this process with code 2 because of a mistake in config or data that every rank sees; rank 0 says which.
+    """End this process with code 2 because of a mistake in config or data; rank 0 says which.
 
-    The code also goes to the file named by SLUICEGATE_EXIT_FILE, for launchers: torchrun flattens it to 1.
+    A mistake that rank 0 did not see (a file damaged where only this rank reads) is told after a while. The code also
+    goes to the file named by SLUICEGATE_EXIT_FILE, for launchers: torchrun flattens it to 1.
     """
     if _rank() == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
         if exit_file := os.environ.get("SLUICEGATE_EXIT_FILE"):
             Path(exit_file).write_text("2")
     else:
+        # torchrun ends this process by SIGTERM as soon as rank 0 has gone: no handler of ours may hold that up.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(SILENT_RANK_SECONDS)
+        print(f"error on rank {_rank()}: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 

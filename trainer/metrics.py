@@ -36,7 +36,8 @@ class MetricsWriter:
 
     def __init__(self, config: Config, folder: RunFolder, total_steps: int) -> None:
         self._attempt = folder.attempt
-        self._file = MetricsFile(folder.path / "metrics.jsonl", folder.attempt, config.data.eval)
+        path = folder.path / "metrics.jsonl"
+        self._file = MetricsFile(path, folder.attempt, config.data.eval, add=config.train.eval_only)
         self._events = JsonLines(folder.path / "events.jsonl")
         self._console: Console = open_console(config.logging.console, total_steps, folder.path / "log.txt")
         self._wandb = WandbRun(folder.path, config.logging.wandb, folder.run_id, dataclasses.asdict(config))

@@ -72,11 +72,16 @@ def _last_byte(path: Path) -> bytes:
 
 
 class MetricsFile:
-    """The metrics.jsonl of one attempt."""
+    """The metrics.jsonl of one attempt.
 
-    def __init__(self, path: Path, attempt: int, eval_sets: Iterable[str]) -> None:
+    Args:
+        add: keep what earlier attempts wrote about a step, and add to it (an evaluation of a run that has ended).
+    """
+
+    def __init__(self, path: Path, attempt: int, eval_sets: Iterable[str], *, add: bool = False) -> None:
         self._attempt = attempt
         self._names = [*scalar_names(eval_sets), *ARRAYS]
+        self._earlier = {record["step"]: record for record in read_metrics(path)} if add and path.exists() else {}
         self._lines = JsonLines(path)
         self._last: dict[str, Any] = {}
 
@@ -90,10 +95,10 @@ class MetricsFile:
         """
         if unknown := sorted(set(values) - set(self._names)):
             raise ValueError(f"unknown metrics {', '.join(unknown)}; known are {', '.join(self._names)}")
-        before = self._last if self._last.get("step") == step else {}
+        before = self._last if self._last.get("step") == step else self._earlier.get(step, {})
         if self._last and step < self._last["step"]:
             raise ValueError(f"metrics of step {step} after those of step {self._last['step']}")
-        record = {"step": step, "tokens": tokens, "time": time.time(), "attempt": self._attempt}
+        record = {**before, "step": step, "tokens": tokens, "time": time.time(), "attempt": self._attempt}
         for name in self._names:
             value = finite(values.get(name))
             record[name] = before.get(name) if value is None else value

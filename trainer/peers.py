@@ -40,7 +40,7 @@ class Peers:
     def from_rank0(self, make: Callable[[], T]) -> T:
         """Run `make` on rank 0 and give its result to every rank, or its error."""
         box: list[T | None] = [None]
-        with self.together():
+        with self.together(doers=1):
             if self.rank == 0:
                 box[0] = make()
         if self.group is not None:
@@ -48,10 +48,13 @@ class Peers:
         return cast(T, box[0])
 
     @contextmanager
-    def together(self) -> Generator[None, None, None]:
+    def together(self, doers: int | None = None) -> Generator[None, None, None]:
         """Run a block without collectives on every rank; if it raises on any, raise on all.
 
         Every rank raises the first failed rank's kind of exception; the message tells of all that failed.
+
+        Args:
+            doers: ranks that do anything in the block, when these are not all.
         """
         error: Exception | None = None
         try:
@@ -62,15 +65,15 @@ class Peers:
             if error is not None:
                 raise error
             return
-        kind, text = self._failure(error)
+        kind, text = self._failure(error, doers or self.size)
         if kind is not None:
             raise _rebuilt(kind, text) from error
 
-    def _failure(self, error: Exception | None) -> tuple[type[Exception] | None, str]:
-        mine = None if error is None else (type(error), f"rank {self.rank}: {error}")
-        told = [failure for failure in self.gather(mine) if failure is not None]
-        texts = [text for _, text in told[:_SHOWN]] + ([f"and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else [])
-        box = [(told[0][0] if told else None, "; ".join(texts))]
+    def _failure(self, error: Exception | None, doers: int) -> tuple[type[Exception] | None, str]:
+        mine = None if error is None else (type(error), str(error))
+        told = {rank: failure for rank, failure in enumerate(self.gather(mine)) if failure is not None}
+        kind = next(iter(told.values()))[0] if told else None
+        box = [(kind, _summary({rank: text for rank, (_, text) in told.items()}, doers))]
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
@@ -78,6 +81,22 @@ class Peers:
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
+
+
+def _summary(texts: dict[int, str], doers: int) -> str:
+    """Each different text once, after the ranks that it came from; alone if everybody failed of the same."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    if len(ranks) == 1 and len(texts) == doers:
+        return next(iter(ranks))
+    parts = [f"rank {_some([str(rank) for rank in found])}: {text}" for text, found in ranks.items()]
+    return _some(parts, "; ")
+
+
+def _some(words: list[str], separator: str = ", ") -> str:
+    more = [f"and {len(words) - _SHOWN} more"] if len(words) > _SHOWN else []
+    return separator.join(words[:_SHOWN] + more)
 
 
 def _rebuilt(kind: type[Exception], text: str) -> Exception:

@@ -236,7 +236,17 @@ def replace_file(path: Path, text: str) -> None:
 
 def _check_against_stored(config: Config, path: Path) -> list[Change]:
     stored = path / "config.yaml"
-    return refuse_changes(load_config(stored), config, stored) if stored.exists() else []
+    if not stored.exists() or _never_began(path):
+        return []
+    return refuse_changes(load_config(stored), config, stored)
+
+
+def _never_began(path: Path) -> bool:
+    """A mistake in config or data ended the run before its first step: nothing holds it to these settings."""
+    status = read_status(path)
+    if status is None or status["state"] != "failed" or status.get("exit_code") != 2:
+        return False
+    return not status["step"] and not any((path / "checkpoints").glob("step_*"))
 
 
 def _refuse_to_mix(config: Config, path: Path) -> None:

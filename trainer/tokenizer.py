@@ -91,6 +91,13 @@ def load_tokenizer(data: DataConfig) -> Tokenizer:
     return _read_tokenizer(folder)
 
 
+def read_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer in a folder (such as `<run>/tokenizer`, as `Tokenizer.save` writes it) or `tokenizer.json` file.
+
+    Raises FileNotFoundError, ValueError as load_tokenizer."""
+    return _read_tokenizer(Path(path))
+
+
 def _check(folder: Path) -> None:
     _read_tokenizer(folder)
 

@@ -81,6 +81,8 @@ def run(config: Config, overrides: Sequence[str], device: torch.device) -> int:
         exit_with_mistake(error)
     except BaseException as error:
         message = repr(error)
+        # At once: torchrun may end this process before Python gets to its traceback.
+        print(f"rank {peers.rank} failed: {message}", file=sys.stderr, flush=True)
         raise
     finally:
         step = None if trainer is None else trainer.step
@@ -132,8 +134,10 @@ class Trainer:
         self.step = 0
         with peers.together():
             self.tokenizer = load_tokenizer(config.data)
-            self.loader = build_train_loader(config, self.tokenizer, mesh.batch_rank, mesh.batch_size)
-            self.eval_sets = build_eval_sets(config, self.tokenizer, mesh.batch_rank, mesh.batch_size)
+            rank, size = mesh.batch_rank, mesh.batch_size
+            # An evaluation may have other data, or none, to train on.
+            self.loader = None if config.train.eval_only else build_train_loader(config, self.tokenizer, rank, size)
+            self.eval_sets = build_eval_sets(config, self.tokenizer, rank, size)
         self.model = build_model(config, mesh)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.checkpointer = Checkpointer(
@@ -151,19 +155,35 @@ class Trainer:
         """Continue from a checkpoint, start from given weights, or start anew; say which."""
         path, init_from = self.checkpointer.resume_path(), self.config.checkpoint.init_from
         self.restored_from: Path | str | None = path or init_from
-        if path is not None:
+        if path is not None and self.loader is not None:
             extra = self.checkpointer.load(path, self.model, self.optimizer)
             self.step = int(extra["step"])
             self.loader.load_state_dict(extra["data"])
             self.metrics.resume(extra)
             self.metrics.say(f"continuing from {path} at step {self.step}")
-        elif init_from is not None:
-            self.checkpointer.load_weights(init_from, self.model)
-            self.metrics.say(f"starting from the weights of {init_from}")
+        elif self.restored_from is not None:
+            extra = self.checkpointer.load_weights(self.restored_from, self.model)
+            self.step = int(extra["step"]) if self.loader is None else 0
+            self.check_tokenizer(extra.get("tokenizer"))
+            self.metrics.say(f"weights of step {extra['step']} from {self.restored_from}")
+
+    def check_tokenizer(self, digest: str | None) -> None:
+        """Weights mean nothing with another vocabulary: an evaluation refuses it, a new run is told."""
+        if digest in (None, self.tokenizer.digest.hex()):
+            return
+        text = (
+            f"the weights of {self.restored_from} were trained with another tokenizer than data.tokenizer="
+            f"{self.config.data.tokenizer} gives here"
+        )
+        if self.config.train.eval_only:
+            raise ValueError(f"{text}; set data.tokenizer to the folder `tokenizer` of the run that wrote them")
+        self.metrics.say(f"warning: {text}")
 
     def train(self) -> str:
         """Train to the end, or to the next step boundary after a stop signal: `finished` or `preempted`."""
         config, metrics = self.config, self.metrics
+        # So that the run can be used without its data. Not before a resumed run has found its data unchanged.
+        self.peers.from_rank0(lambda: self.tokenizer.save(self.folder.path / "tokenizer"))
         metrics.begin(self.step)
         while self.step < self.total_steps:
             result, lr = self.train_one_step()
@@ -186,6 +206,7 @@ class Trainer:
 
     def train_one_step(self) -> tuple[StepResult, float]:
         """One optimizer step: its figures, and the learning rate it used."""
+        assert self.loader is not None
         lr = learning_rate(self.step, self.config.optim, self.total_steps)
         set_learning_rate(self.optimizer, lr)
         with self.metrics.waiting_for_data():
@@ -228,8 +249,14 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint of this step."""
+        assert self.loader is not None
         with self.metrics.pause():
-            extra = {"step": self.step, "data": self.loader.state_dict(), **self.metrics.state()}
+            extra = {
+                "step": self.step,
+                "data": self.loader.state_dict(),
+                "tokenizer": self.tokenizer.digest.hex(),
+                **self.metrics.state(),
+            }
             self.checkpointer.save(self.step, self.model, self.optimizer, extra)
         self.metrics.event("checkpoint", step=self.step)
 
@@ -258,10 +285,18 @@ class Trainer:
 
     def close(self, exit_code: int) -> None:
         """Stop the threads and flush the files. After a failure the first error is the one that counts."""
-        self.loader.close()
-        self.stop.restore()
-        self.checkpointer.close()
-        self.metrics.close(exit_code)
+        if self.loader is not None:
+            self.loader.close()
+        try:
+            self.checkpointer.close()
+        except RuntimeError as error:
+            if exit_code == 0:
+                raise
+            self.metrics.say(str(error))
+        finally:
+            self.metrics.close(exit_code)
+            # Last: when another rank has failed, torchrun sends SIGTERM at once, and the reason must still be told.
+            self.stop.restore()
 
 
 if __name__ == "__main__":

@@ -264,9 +264,11 @@ def _check_data(config: Config) -> None:
         for name, source in sources.items():
             _check_source(f"{section}.{name}", name, source)
     if data.tokenizer == "train" and data.tokenizer_vocab_size > config.model.vocab_size:
+        enough = config.model.vocab_size >= BOUNDS["data.tokenizer_vocab_size"][0]
+        hint = f"nearest legal: {config.model.vocab_size}" if enough else "raise model.vocab_size"
         raise ValueError(
             f"data.tokenizer_vocab_size={data.tokenizer_vocab_size} exceeds model.vocab_size="
-            f"{config.model.vocab_size}; nearest legal: {config.model.vocab_size}"
+            f"{config.model.vocab_size}; {hint}"
         )
 
 

@@ -190,9 +190,12 @@ def test_cfg_job_prints_the_composed_config(capsys: pytest.CaptureFixture[str], 
 def test_only_rank_0_speaks_and_all_exit_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("trainer.compose.SILENT_RANK_SECONDS", 0.0)
+    waited = []
+    monkeypatch.setattr("trainer.compose.time.sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
     monkeypatch.setenv("SLUICEGATE_EXIT_FILE", str(tmp_path / "exit"))
-    for rank, spoken in (("1", ""), ("0", "error: optim.lrr is not a setting; did you mean optim.lr?\n")):
+    reason = "optim.lrr is not a setting; did you mean optim.lr?\n"
+    # Rank 1 speaks only if rank 0's end has not ended it meanwhile.
+    for rank, spoken in (("1", f"error on rank 1: {reason}"), ("0", f"error: {reason}")):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as ended:
             config_from_command_line(["optim.lrr=1"])
@@ -200,6 +203,7 @@ def test_only_rank_0_speaks_and_all_exit_2(
         assert capsys.readouterr().err == spoken
         assert (tmp_path / "exit").exists() == (rank == "0")
     assert (tmp_path / "exit").read_text() == "2"
+    assert waited == [(15.0, "")]
     with pytest.raises(SystemExit):
         exit_with_mistake(ValueError("x"))
 

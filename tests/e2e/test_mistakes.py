@@ -1,0 +1,111 @@
+"""Mistakes of people: exit code 2, one message from rank 0, nothing left half done. And runs that need nothing more."""
+
+import json
+
+import pytest
+
+from tests.e2e.runs import STEPS, Attempt, Bench, columns, contents, status
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["optim.lrr=1"], ["optim.lrr is not a setting", "optim.lr"]),
+        (["experiment=dmeo"], ["experiment=dmeo: no such option", "demo"]),
+        (["optim.lr=fast"], ["optim.lr=fast", "must be float"]),
+        (["parallel.ep=3"], ["parallel.ep=3", "model.moe.num_experts=4", "2 or 4"]),
+        (["parallel.ep=2"], ["parallel.ep=2", "1"]),
+        (["parallel.dp_shard=2"], ["dp_shard=2", "1 processes"]),
+        (["train.global_batch_size=3"], ["train.global_batch_size=3", "2 or 4"]),
+        (["model.vocab_size=200"], ["data.tokenizer_vocab_size=257", "model.vocab_size=200"]),
+        (["checkpoint.resume=/no/such/place"], ["checkpoint.resume=/no/such/place"]),
+    ],
+)
+def test_mistake_in_the_config_makes_no_folder(bench: Bench, overrides: list[str], words: list[str]) -> None:
+    attempt = bench.alone("config-mistake", *overrides)
+    assert attempt.code == 2
+    assert attempt.out == ""
+    (line,) = attempt.err.splitlines()
+    assert line.startswith("error: ")
+    assert all(word in line for word in words), line
+    assert not bench.path("config-mistake").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.train.text.paths=[/no/such/place/*.txt]", ["data.train.text.paths", "/no/such/place"]),
+        ("data.eval.held.paths=[/no/such/place/*.txt]", ["data.eval.held.paths", "/no/such/place"]),
+        ("data.tokenizer=/no/such/place", ["data.tokenizer", "/no/such/place"]),
+        ("data.train.text.paths=[text/latin]", ["text/latin", "UTF-8", "data.invalid_utf8=skip"]),
+    ],
+)
+def test_mistake_in_the_data_can_be_mended_in_the_same_run(bench: Bench, override: str, words: list[str]) -> None:
+    run_id = f"mended-{abs(hash(override))}"
+    run = bench.path(run_id)
+    attempt = bench.alone(run_id, "train.steps=1", override.replace("[text", f"[{bench.folder}/text"))
+    assert attempt.code == 2
+    (line,) = attempt.err.splitlines()
+    assert line.startswith("error: ") and all(word in line for word in words), line
+    ended = status(run)
+    assert (ended["state"], ended["exit_code"], ended["step"]) == ("failed", 2, None)
+    assert all(word in ended["message"] for word in words)
+    assert not (run / "checkpoints").exists() and not (run / "tokenizer").exists()
+    again = bench.alone(run_id, "train.steps=1", "train.eval_every=null", "checkpoint.every=null")
+    assert again.code == 0, again.err
+    assert (status(run)["state"], status(run)["attempt"]) == ("finished", 2)
+
+
+def test_two_ranks_with_the_same_mistake_speak_once(bench: Bench) -> None:
+    launch = bench.launch("both", "data.train.text.paths=[/no/such/place/*.txt]")
+    assert launch.end() == 2, launch.output
+    assert launch.output.count("/no/such/place/*.txt") == 1
+    assert "rank 1: " not in launch.output
+    assert launch.processes() == {}
+
+
+def test_changed_model_data_or_optimizer_is_refused_and_the_run_stays(bench: Bench, straight: list[Attempt]) -> None:
+    run = bench.copy("straight", "changed")
+    before = contents(run)
+    changes = ["model.dim=64", "optim.lr=1e-4", f"data.train.text.paths=[{bench.folder}/text/1*.txt]"]
+    attempt = bench.alone("changed", *changes)
+    assert attempt.code == 2 and attempt.samples == []
+    for line in ("  model.dim: 32 -> 64", "  optim.lr: 0.003 -> 0.0001", "  data.train.text.paths: "):
+        assert line in attempt.err
+    assert contents(run) == before
+
+
+def test_changed_files_under_the_same_name_are_noticed(bench: Bench, straight: list[Attempt]) -> None:
+    """The settings are the same; the text is not."""
+    run = bench.copy("straight", "rewritten")
+    (run / "status.json").write_text(json.dumps({**status(run), "state": "preempted", "step": 10}))
+    (run / "checkpoints" / "latest").write_text("step_00000010\n")
+    before = contents(run / "tokenizer"), contents(run / "checkpoints")
+    text = bench.folder / "text" / "99.txt"
+    text.write_text("a new file that the globs find, too " * 20)
+    try:
+        attempt = bench.alone("rewritten")
+    finally:
+        text.unlink()
+    assert attempt.code == 2 and attempt.samples == []
+    assert "the training data are not those of the checkpoint" in attempt.err
+    assert (contents(run / "tokenizer"), contents(run / "checkpoints")) == before
+
+
+def test_max_tokens_ends_the_run_and_its_schedule(bench: Bench) -> None:
+    """1000 tokens are four steps of 256, rounded up; the finished run then says so and stays as it is."""
+    command = ("few", "train.max_tokens=1000", "train.eval_every=null")
+    attempt = bench.alone(*command)
+    assert attempt.code == 0, attempt.err
+    assert len(attempt.samples) == 4 < STEPS
+    assert status(bench.path("few"))["step"] == 4
+    rates = columns(bench.path("few"), "train/lr", "tokens", last=4)
+    assert rates[4] == [pytest.approx(3e-4), 1024], "the last rate is lr * min_lr_ratio"
+    before = contents(bench.path("few"))
+    again = bench.alone(*command)
+    assert (again.code, again.samples) == (0, [])
+    assert "run few is finished (step 4" in again.out
+    assert contents(bench.path("few")) == before
+    more = bench.alone("few", "train.max_tokens=1500", "train.eval_every=null", "run.allow_changes=[train.max_tokens]")
+    assert more.code == 0, more.err
+    assert (len(more.samples), status(bench.path("few"))["step"]) == (2, 6)
