@@ -2,8 +2,9 @@
 
 Shape suffixes: S sequence length, N documents.
 
-Documents are shuffled anew in every epoch. Plain text is laid end to end and cut every S tokens (`StreamPacking`);
-where prompts must stay with their responses, whole documents share a row (`WholePacking`). Example with S = 6,
+Documents are shuffled anew in every epoch. Plain text is laid end to end and cut every S tokens (`StreamPacking`), and
+the rows are shuffled again, because neighbours in a long document make a batch of nearly the same text; where prompts
+must stay with their responses, whole documents share a row (`WholePacking`). Example with S = 6,
 documents a b c $ and d e f $ ($: end of text):
 
     tokens       a b c $ d e      labels       b c $ - e f      (-: ignored, nothing is learnt across a boundary)
@@ -62,16 +63,35 @@ def permutation(num: int, key: int) -> Int64Array:
     return np.argsort(x, kind="stable").astype(np.int64)
 
 
+def shuffled_index(index: int, num: int, key: int) -> int:
+    """Where a permutation of range(num) chosen by `key` sends `index`; needs no memory, unlike `permutation`.
+
+    Odd multiplications, additions and xor-shifts are bijections of k-bit numbers; what lands at or above `num` is sent
+    on until it lands below (cycle walking: under two rounds on average, since num > 2^(k-1)).
+    """
+    bits = max((num - 1).bit_length(), 1)
+    mask, half = (1 << bits) - 1, bits // 2 + 1
+    while True:
+        for turn in range(4):
+            index = (index * (key >> turn | 1) + (key >> (8 * turn + 7))) & mask
+            index = (index ^ index >> half) * 0x9E3779B97F4A7C15 & mask
+            index ^= index >> half
+        if index < num:
+            return index
+
+
 class StreamPacking:
     """Shuffled documents end to end, cut every `seq_len` tokens.
 
     num_samples: rows per epoch. The tokens after the last whole row are left out of that epoch, or, with keep_tail (for
-    evaluation), form one shorter row. Any row of any epoch is found in O(log N), after O(N) once per epoch."""
+    evaluation), form one shorter row; then rows stay in the stream's order. Any row of any epoch is found in O(log N),
+    after O(N) once per epoch."""
 
     def __init__(self, corpus: Corpus, seq_len: int, key: int, *, keep_tail: bool = False) -> None:
         self._corpus = corpus
         self._seq_len = seq_len
         self._key = key
+        self._in_order = keep_tail
         self.num_samples = -(-corpus.num_tokens // seq_len) if keep_tail else corpus.num_tokens // seq_len
         self.truncated = 0
         self._epoch: tuple[int, Int64Array, Int64Array] | None = None
@@ -80,6 +100,8 @@ class StreamPacking:
         """The parts of documents in row `index` (counted on through the epochs)."""
         epoch, row = divmod(index, self.num_samples)
         order, ends = self._shuffled(epoch)
+        if not self._in_order:
+            row = shuffled_index(row, self.num_samples, seed_key(self._key, epoch, "rows"))
         begin = row * self._seq_len
         stop = min(begin + self._seq_len, self._corpus.num_tokens)
         first = int(np.searchsorted(ends, begin, side="right"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.loss import IGNORE_INDEX
-from trainer.packing import Mixture, PackedSource, Row, empty_row, permutation, seed_key
+from trainer.packing import Mixture, PackedSource, Row, empty_row, permutation, seed_key, shuffled_index
 from trainer.shards import Corpus, ShardWriter, open_shard
 
 EOS = 0
@@ -163,3 +163,18 @@ def test_mixture_refuses_a_weight_that_gives_nothing() -> None:
 
 def test_empty_row() -> None:
     assert as_lists(empty_row(2)) == [[0, 0], [IGNORE_INDEX] * 2, [0, 0], [-1, -1]]
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 7, 64, 1000, 4097])
+def test_shuffled_index_is_a_permutation_that_scatters_neighbours(num: int) -> None:
+    for seed in range(3):
+        places = [shuffled_index(index, num, seed_key(seed, "rows")) for index in range(num)]
+        assert sorted(places) == list(range(num))
+        if num >= 1000:
+            # Two uniform draws are num/3 apart on average.
+            assert abs(np.abs(np.diff(places)).mean() / num - 1 / 3) < 0.05
+
+
+def test_shuffled_index_depends_on_the_key() -> None:
+    orders = {tuple(shuffled_index(index, 50, seed_key(seed)) for index in range(50)) for seed in range(5)}
+    assert len(orders) == 5
