@@ -1,5 +1,6 @@
 """Settings of the parallel layout and of what is applied around it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -26,3 +27,16 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     # A collective that takes longer than this brings the run down with the waiting rank's name.
     timeout_seconds: int = 600
+
+
+def nearest_divisors(total: int, value: int) -> list[int]:
+    """The divisors of `total` next to `value`: the largest not above it and the smallest not below it."""
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    below = [d for d in divisors if d <= value][-1:]
+    above = [d for d in divisors if d >= value][:1]
+    return sorted({*below, *above})
+
+
+def either(values: Sequence[int]) -> str:
+    """`4`, or `4 or 8`."""
+    return " or ".join(str(value) for value in values)

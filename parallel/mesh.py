@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.config import ParallelConfig
+from parallel.config import ParallelConfig, either, nearest_divisors
 
 # Axes whose mechanisms are not part of this version.
 UNAVAILABLE_AXES = ("cp", "ulysses", "tp", "etp")
@@ -70,7 +70,7 @@ def resolve_sizes(config: ParallelConfig, world_size: int) -> ParallelConfig:
         raise ValueError(_product_message(config, world_size))
     shared = dp_shard * config.cp * config.tp
     if shared % (config.ep * config.etp):
-        legal = nearest_divisors(shared, config.ep)
+        legal = either(nearest_divisors(shared, config.ep))
         raise ValueError(
             f"parallel.ep={config.ep} must divide dp_shard x cp x tp = {shared} (EP borrows its ranks from them); "
             f"nearest legal parallel.ep: {legal}."
@@ -83,16 +83,8 @@ def check_experts(config: ParallelConfig, num_experts: int) -> None:
     if num_experts % config.ep:
         raise ValueError(
             f"model.moe.num_experts={num_experts} is not divisible by parallel.ep={config.ep}; "
-            f"nearest legal parallel.ep: {nearest_divisors(num_experts, config.ep)}."
+            f"nearest legal parallel.ep: {either(nearest_divisors(num_experts, config.ep))}."
         )
-
-
-def nearest_divisors(number: int, near: int) -> str:
-    """The divisors of `number` just below and above `near`, as text."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = [d for d in divisors if d < near][-1:]
-    above = [d for d in divisors if d > near][:1]
-    return " or ".join(str(d) for d in below + above)
 
 
 def _product_message(config: ParallelConfig, world_size: int) -> str:

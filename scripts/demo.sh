@@ -7,8 +7,8 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/devices.sh"
 
 # As in configs/experiment/demo.yaml; the experts divide themselves among the processes (configs/parallel/ep.yaml).
-batch=16
-micro_batch=2
+batch=8
+micro_batch=4
 
 gpus=$(count_gpus)
 if [ -z "${NPROC:-}" ]; then

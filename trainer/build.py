@@ -27,6 +27,7 @@ def build_model(config: Config, mesh: Mesh) -> Transformer:
             f"{', '.join(DTYPES)}."
         )
     master, compute = DTYPES[config.precision.recipe]
+    _check_alignment(config, mesh)
     model = meta_model(config, master)
     model.head.compile_chunks = config.parallel.compile
     parallelize(
@@ -38,6 +39,18 @@ def build_model(config: Config, mesh: Mesh) -> Transformer:
         seed=config.run.seed,
     )
     return model
+
+
+def _check_alignment(config: Config, mesh: Mesh) -> None:
+    """Grouped GEMMs on GPUs read rows of whole 16 bytes: 8 numbers in bf16."""
+    if mesh.device.type != "cuda" or config.precision.recipe != "bf16":
+        return
+    for key, value in (("model.dim", config.model.dim), ("model.moe.expert_dim", config.model.moe.expert_dim)):
+        if value % 8:
+            below = value // 8 * 8
+            raise ValueError(
+                f"{key}={value} must be a multiple of 8 for bf16 experts on GPUs; nearest: {below} or {below + 8}."
+            )
 
 
 def meta_model(config: Config, dtype: torch.dtype = torch.float32) -> Transformer:

@@ -144,7 +144,6 @@ class Trainer:
             folder.path / "checkpoints",
             config.checkpoint,
             seed=config.run.seed,
-            timeout_seconds=config.parallel.timeout_seconds,
             notify=self.metrics.say,
         )
         self.stop = StopSignal(device)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.config import MoEConfig
-from parallel.config import ParallelConfig
+from parallel.config import ParallelConfig, either, nearest_divisors
 from trainer.choices import AVAILABLE, BOUNDS, CHOICES
 from trainer.config import Config, SourceConfig, TrainConfig
 from trainer.models.config import AttentionConfig
@@ -53,14 +53,6 @@ def check_run_id(run_id: str) -> str:
         legal = re.sub(r"[^A-Za-z0-9._-]+", "-", run_id).strip("-.") or "my-run"
         raise ValueError(f"run.id={run_id!r}: only letters, digits, '.', '_' and '-' are allowed; try run.id={legal}")
     return run_id
-
-
-def nearest_divisors(total: int, value: int) -> list[int]:
-    """The divisors of `total` next to `value`: the largest not above it and the smallest not below it."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    below = [d for d in divisors if d <= value][-1:]
-    above = [d for d in divisors if d >= value][:1]
-    return sorted({*below, *above})
 
 
 def resolve_parallel(parallel: ParallelConfig, num_experts: int, world_size: int) -> ParallelConfig:
@@ -154,7 +146,7 @@ def _check_attention(attention: AttentionConfig) -> None:
         legal = nearest_divisors(attention.num_heads, attention.num_kv_heads)
         raise ValueError(
             f"model.attention.num_kv_heads={attention.num_kv_heads} does not divide model.attention.num_heads="
-            f"{attention.num_heads}; nearest legal: {_either(legal)}"
+            f"{attention.num_heads}; nearest legal: {either(legal)}"
         )
     _check_even("model.attention.head_dim", attention.head_dim)
 
@@ -172,7 +164,7 @@ def _check_mla(attention: AttentionConfig) -> None:
 
 def _check_even(key: str, value: int) -> None:
     if value % 2:
-        legal = _either([size for size in (value - 1, value + 1) if size])
+        legal = either([size for size in (value - 1, value + 1) if size])
         raise ValueError(f"{key}={value} must be even, because RoPE turns pairs; nearest legal: {legal}")
 
 
@@ -200,7 +192,7 @@ def _check_moe(moe: MoEConfig) -> None:
             f"nearest legal: {moe.num_experts}"
         )
     if moe.num_experts % moe.num_groups:
-        legal = _either(nearest_divisors(moe.num_experts, moe.num_groups))
+        legal = either(nearest_divisors(moe.num_experts, moe.num_groups))
         raise ValueError(
             f"model.moe.num_groups={moe.num_groups} does not divide model.moe.num_experts={moe.num_experts}; "
             f"nearest legal: {legal}"
@@ -248,7 +240,7 @@ def _check_batch(config: Config) -> None:
         if value < 1 and value != -1:
             raise ValueError(f"parallel.{name}={value}: must be at least 1, or -1 for all that fit; nearest legal: 1")
     if parallel.ep > config.model.moe.num_experts or config.model.moe.num_experts % max(parallel.ep, 1):
-        legal = _either(nearest_divisors(config.model.moe.num_experts, parallel.ep))
+        legal = either(nearest_divisors(config.model.moe.num_experts, parallel.ep))
         raise ValueError(
             f"parallel.ep={parallel.ep} does not divide model.moe.num_experts={config.model.moe.num_experts}; "
             f"nearest legal: {legal}"
@@ -297,7 +289,3 @@ def _check_checkpoint(config: Config) -> None:
             "train.eval_only=true has nothing to evaluate with checkpoint.resume=never; "
             "name a checkpoint: checkpoint.init_from=PATH"
         )
-
-
-def _either(values: list[int]) -> str:
-    return " or ".join(str(value) for value in values)

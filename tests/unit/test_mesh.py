@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.config import ParallelConfig
-from parallel.mesh import check_experts, nearest_divisors, resolve_sizes
+from parallel.config import ParallelConfig, nearest_divisors
+from parallel.mesh import check_experts, resolve_sizes
 
 
 def test_dp_shard_takes_the_ranks_that_are_left() -> None:
@@ -66,12 +66,12 @@ def test_experts_must_divide_by_ep() -> None:
 
 
 @given(st.integers(1, 200), st.integers(1, 300))
-def test_nearest_divisors_divide_and_enclose(number: int, near: int) -> None:
-    divisors = [int(word) for word in nearest_divisors(number, near).split(" or ") if word]
-    assert all(number % divisor == 0 and divisor != near for divisor in divisors)
+def test_nearest_divisors_divide_and_enclose(total: int, value: int) -> None:
+    divisors = nearest_divisors(total, value)
+    assert divisors and all(total % divisor == 0 for divisor in divisors)
     for divisor in divisors:
-        between = range(min(divisor, near) + 1, max(divisor, near))
-        assert not [other for other in between if number % other == 0]
+        between = range(min(divisor, value) + 1, max(divisor, value))
+        assert not [other for other in between if total % other == 0]
 
 
 @settings(max_examples=100)

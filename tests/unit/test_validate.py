@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from parallel.config import ParallelConfig
+from parallel.config import ParallelConfig, nearest_divisors
 from trainer.choices import AVAILABLE, BOUNDS, CHOICES
 from trainer.compose import compose
 from trainer.config import Config, TrainConfig
 from trainer.schema import known_keys
-from trainer.validate import accumulation_steps, nearest_divisors, resolve_parallel, validate
+from trainer.validate import accumulation_steps, resolve_parallel, validate
 
 
 @cache
@@ -71,7 +71,7 @@ def refusal(words: str) -> str:
         ("train.seq_len=4096", "train.seq_len=4096 exceeds model.max_seq_len=2048; nearest legal: train.seq_len=2048"),
         ("model.rope.scaling=yarn", "model.rope.factor=1.0 stretches nothing"),
         ("precision.recipe=fp64 model.moe.backend=grouped_mm", "set model.moe.backend=reference"),
-        ("train.global_batch_size=17", "train.global_batch_size=17 is not a multiple of train.micro_batch_size=2"),
+        ("train.global_batch_size=17", "train.global_batch_size=17 is not a multiple of train.micro_batch_size=4"),
         ("parallel.ep=3", "parallel.ep=3 does not divide model.moe.num_experts=8; nearest legal: 2 or 4"),
         ("parallel.ep=16", "parallel.ep=16 does not divide model.moe.num_experts=8; nearest legal: 8"),
         ("parallel.ep=0", "parallel.ep=0: must be at least 1, or -1"),
