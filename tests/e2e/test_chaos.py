@@ -18,6 +18,7 @@ import pytest
 from tests.e2e.runs import STEPS, Attempt, Bench, Launch, all_lines, columns, status
 from trainer.metrics import read_metrics
 
+pytestmark = pytest.mark.slow
 EXACT = ("train/loss", "train/grad_norm", "train/lr", "moe/tokens_per_expert")
 
 
