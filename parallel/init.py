@@ -46,21 +46,26 @@ def fill(tensor: Tensor, name: str, rule: InitRule, seed: int) -> None:
         tensor.fill_(1.0 if rule.kind == "ones" else 0.0)
         return
     assert rule.kind == "normal", rule
-    if isinstance(tensor, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local = tensor.to_local()
-    else:
-        shape, offset, local = tuple(tensor.shape), (0,) * tensor.dim(), tensor
-    assert tuple(local.shape) == tuple(shape), (name, local.shape, shape)
+    offset, local = local_box(tensor)
     if local.numel() == 0:
         return
-    window = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    window = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
     if ".experts." in name:
-        for index in range(shape[0]):
+        for index in range(local.shape[0]):
             values = draw(tensor.shape[1:], rule.std, f"{name}/{offset[0] + index}", seed, local.device)
             local[index].copy_(values[window[1:]])
     else:
         local.copy_(draw(tensor.shape, rule.std, name, seed, local.device)[window])
+
+
+def local_box(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Where this rank's shard of a tensor begins, and the shard itself (sharing memory)."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tensor
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    assert tuple(local.shape) == tuple(shape), (local.shape, shape)
+    return tuple(offset), local
 
 
 def draw(shape: torch.Size, std: float, name: str, seed: int, device: torch.device) -> Tensor:

@@ -170,6 +170,98 @@ def deepseek_v3(q_lora_rank: int | None = 12, mscale: float = 0.8) -> tuple[nn.M
     return transformers.DeepseekV3ForCausalLM(hf), config
 
 
+def deepseek_v2() -> tuple[nn.Module, ModelConfig]:
+    """Softmax scores, groups by their best expert, no normalisation."""
+    import transformers
+
+    common = {**COMMON, "num_key_value_heads": HEADS}
+    yarn = {"factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7}
+    hf = transformers.DeepseekV2Config(
+        **common,
+        intermediate_size=40,
+        moe_intermediate_size=F,
+        n_routed_experts=E,
+        num_experts_per_tok=K,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        norm_topk_prob=False,
+        q_lora_rank=12,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        rms_norm_eps=1e-6,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": ORIGINAL_LEN,
+            **yarn,
+        },
+    )
+    attention = AttentionConfig(
+        kind="mla",
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        q_lora_rank=12,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+    )
+    moe = MoEConfig(
+        num_experts=E,
+        top_k=K,
+        expert_dim=F,
+        shared_expert_dim=2 * F,
+        normalize_topk=False,
+        route_scale=1.5,
+        num_groups=4,
+        top_groups=2,
+        group_score="max",
+    )
+    rope = RopeConfig(scaling="yarn", original_seq_len=ORIGINAL_LEN, interleaved=True, **yarn)
+    config = _config(attention, rope, moe, num_dense_layers=1, ffn_dim=40, norm_eps=1e-6)
+    return transformers.DeepseekV2ForCausalLM(hf), config
+
+
+def qwen3_dense() -> tuple[nn.Module, ModelConfig]:
+    """No experts: what upcycling starts from. Embedding and head are one."""
+    import transformers
+
+    common = {**COMMON, "tie_word_embeddings": True}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    hf = transformers.Qwen3Config(**common, head_dim=HEAD_DIM, intermediate_size=F, rope_parameters=rope)
+    config = _config(
+        AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, qk_norm="head"),
+        RopeConfig(theta=1e6),
+        MoEConfig(),
+        num_dense_layers=LAYERS,
+        ffn_dim=F,
+        tie_embeddings=True,
+    )
+    return transformers.Qwen3ForCausalLM(hf), config
+
+
+def llama() -> tuple[nn.Module, ModelConfig]:
+    """No experts: what upcycling starts from."""
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    hf = transformers.LlamaConfig(**COMMON, intermediate_size=F, rope_parameters=rope)
+    config = _config(
+        AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=D // HEADS),
+        RopeConfig(),
+        MoEConfig(),
+        num_dense_layers=LAYERS,
+        ffn_dim=F,
+    )
+    return transformers.LlamaForCausalLM(hf), config
+
+
 def gpt_oss() -> tuple[nn.Module, ModelConfig]:
     import transformers
 
@@ -207,7 +299,15 @@ def gpt_oss() -> tuple[nn.Module, ModelConfig]:
     return transformers.GptOssForCausalLM(hf), _config(attention, rope, moe, norm_eps=1e-5)
 
 
-FAMILIES = {"qwen3_moe": qwen3_moe, "mixtral": mixtral, "olmoe": olmoe, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
+FAMILIES = {
+    "qwen3_moe": qwen3_moe,
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v2": deepseek_v2,
+    "gpt_oss": gpt_oss,
+}
+DENSE = {"qwen3": qwen3_dense, "llama": llama}
 
 
 def _config(attention: AttentionConfig, rope: RopeConfig, moe: MoEConfig, **rest: Any) -> ModelConfig:
@@ -215,9 +315,9 @@ def _config(attention: AttentionConfig, rope: RopeConfig, moe: MoEConfig, **rest
     return ModelConfig(vocab_size=V, dim=D, num_layers=LAYERS, attention=attention, rope=rope, moe=moe, **rest)
 
 
-def build_pair(name: str, dtype: torch.dtype, seed: int = 0, **kwargs: Any) -> tuple[nn.Module, Transformer]:
-    """The `transformers` model with random weights (norms, biases and sinks too), and ours with the same weights."""
-    reference, config = FAMILIES[name](**kwargs)
+def build_reference(name: str, dtype: torch.dtype, seed: int = 0, **kwargs: Any) -> tuple[nn.Module, ModelConfig]:
+    """The `transformers` model with random weights (norms, biases and sinks too), and our config of it."""
+    reference, config = {**FAMILIES, **DENSE}[name](**kwargs)
     generator = torch.Generator().manual_seed(seed)
     for parameter_name, tensor in [*reference.named_parameters(), *_named_bias_buffers(reference)]:
         centre, spread = (1.0, 0.2) if "norm" in parameter_name else (0.0, 0.15)
@@ -225,6 +325,12 @@ def build_pair(name: str, dtype: torch.dtype, seed: int = 0, **kwargs: Any) -> t
     tables = reference.model.rotary_emb.inv_freq.clone()
     reference = reference.to(dtype).eval()
     reference.model.rotary_emb.inv_freq = tables
+    return reference, config
+
+
+def build_pair(name: str, dtype: torch.dtype, seed: int = 0, **kwargs: Any) -> tuple[nn.Module, Transformer]:
+    """The `transformers` model with random weights, and ours with the same weights."""
+    reference, config = build_reference(name, dtype, seed, **kwargs)
     ours = Transformer(config).to(dtype)
     ours.load_state_dict(convert(reference, config))
     return reference, ours

@@ -67,12 +67,21 @@ class Tokenizer:
         """Text of the ids, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def save(self, folder: str | Path) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json`; load_tokenizer of the folder gives this one again."""
+    def is_of(self, file: Path) -> bool:
+        """Whether this tokenizer came from a `tokenizer.json` with the same content as `file`."""
+        return file.read_text(encoding="utf-8") == self._json_text
+
+    def save(self, folder: str | Path, *, for_transformers: bool = False) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`; load_tokenizer of the folder gives this one again.
+
+        for_transformers: name the class that `AutoTokenizer` is to use, too."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._json_text, encoding="utf-8")
-        config = json.dumps({"eos_token": self.eos_token}, ensure_ascii=False)
+        settings = {"eos_token": self.eos_token}
+        if for_transformers:
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        config = json.dumps(settings, ensure_ascii=False)
         (folder / "tokenizer_config.json").write_text(config + "\n", encoding="utf-8")
 
 

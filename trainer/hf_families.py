@@ -1,0 +1,356 @@
+"""The families whose Hugging Face format is known: their config.json as data. Their tensor names are in `hf_names`.
+
+A new family is one more Family here and one more NameMap there; the test of each is a tiny model of `transformers`.
+"""
+
+import math
+from typing import Any
+
+from trainer import hf_names
+from trainer.hf_config import Family, ModelConfig, Part, Raw, Values
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_YARN_KEYS = {
+    "factor": "factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "original_max_position_embeddings": "original_seq_len",
+    "truncate": "truncate",
+}
+
+
+# ---- parts
+
+
+def _read_rope(raw: Raw) -> Values:
+    """Of `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`)."""
+    given: dict[str, Any] = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = given.pop("rope_theta", raw.get("rope_theta"))
+    if theta is None:
+        raise ValueError("there is no rope_theta")
+    kind, legacy = given.pop("rope_type", None), given.pop("type", None)
+    kind = kind or legacy or "default"
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"RoPE scaling of type {kind!r} is not supported; only default and yarn")
+    values: Values = {"rope.theta": theta, "rope.scaling": "none" if kind == "default" else "yarn"}
+    if kind == "yarn":
+        given.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
+        values |= {f"rope.{ours}": given.pop(theirs) for theirs, ours in _YARN_KEYS.items() if theirs in given}
+        values |= _read_temperature(given, float(values["rope.factor"]))
+    if given:
+        raise ValueError(f"RoPE scaling has keys that are not known: {', '.join(given)}")
+    return values
+
+
+def _read_temperature(given: dict[str, Any], factor: float) -> Values:
+    """`mscale` counts only together with `mscale_all_dim`; without them the temperature is 0.1 ln(factor) + 1."""
+    mscale, all_dim, stated = (given.pop(key, None) for key in ("mscale", "mscale_all_dim", "attention_factor"))
+    if stated is not None:
+        mscale, all_dim = (stated - 1) / (0.1 * math.log(factor)), 0.0
+    elif all_dim and not mscale:
+        raise ValueError("RoPE scaling with mscale_all_dim but without mscale is not supported")
+    elif not all_dim:
+        mscale, all_dim = 1.0, 0.0
+    return {"rope.mscale": mscale, "rope.mscale_all_dim": all_dim}
+
+
+def _write_rope(config: ModelConfig) -> Raw:
+    rope = config.rope
+    if rope.scaling == "none":
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    scaling: Raw = {"rope_type": "yarn"} | {theirs: getattr(rope, ours) for theirs, ours in _YARN_KEYS.items()}
+    if rope.mscale_all_dim:
+        scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+    elif rope.mscale != 1.0:
+        scaling["attention_factor"] = 0.1 * rope.mscale * math.log(rope.factor) + 1.0
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+def _read_dense_prefix(raw: Raw) -> Values:
+    """Dense layers come first with us; Qwen may have them anywhere."""
+    layers = sorted(raw.get("mlp_only_layers") or [])
+    if layers != list(range(len(layers))) or raw.get("decoder_sparse_step", 1) != 1:
+        raise ValueError(f"dense layers must be the first ones: mlp_only_layers={layers} decoder_sparse_step != 1?")
+    return {"num_dense_layers": len(layers)}
+
+
+def _write_dense_prefix(config: ModelConfig) -> Raw:
+    return {"mlp_only_layers": list(range(config.num_dense_layers)), "decoder_sparse_step": 1}
+
+
+def _read_head_dim(raw: Raw) -> Values:
+    return {"attention.head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]}
+
+
+def _read_window(raw: Raw) -> Values:
+    return {"attention.sliding_window": raw.get("sliding_window") or 0}
+
+
+def _write_window(config: ModelConfig) -> Raw:
+    return {"sliding_window": config.attention.sliding_window or None}
+
+
+def _read_no_window(raw: Raw) -> Values:
+    if raw.get("use_sliding_window") and raw.get("sliding_window"):
+        raise ValueError("use_sliding_window=true is not supported for this family")
+    return {}
+
+
+def _read_layer_types(raw: Raw) -> Values:
+    """gpt-oss: the window is on layers 0, 2, 4, ..."""
+    count, window = raw["num_hidden_layers"], raw.get("sliding_window") or 0
+    even = [_FULL if layer % 2 else _SLIDING for layer in range(count)]
+    given = raw.get("layer_types") or even
+    patterns = {"even": even, "all": [_SLIDING] * count}
+    if given == [_FULL] * count:
+        return {"attention.sliding_window": 0}
+    name = next((name for name, pattern in patterns.items() if pattern == given), None)
+    if name is None:
+        raise ValueError(f"layer_types={given} is neither alternating from a sliding layer on, nor all alike")
+    return {"attention.sliding_window": window, "attention.sliding_window_layers": name}
+
+
+def _write_layer_types(config: ModelConfig) -> Raw:
+    attention = config.attention
+    even = attention.sliding_window_layers == "even"
+    used = [attention.sliding_window > 0 and not (even and layer % 2) for layer in range(config.num_layers)]
+    # `transformers` wants a window even where no layer uses it.
+    return {
+        "sliding_window": attention.sliding_window or 128,
+        "layer_types": [_SLIDING if sliding else _FULL for sliding in used],
+    }
+
+
+def _read_shared(raw: Raw) -> Values:
+    return {"moe.shared_expert_dim": (raw.get("n_shared_experts") or 0) * raw["moe_intermediate_size"]}
+
+
+def _write_shared(config: ModelConfig) -> Raw:
+    count, rest = divmod(config.moe.shared_expert_dim, config.moe.expert_dim)
+    if rest:
+        raise ValueError(
+            f"model.moe.shared_expert_dim={config.moe.shared_expert_dim} is no multiple of model.moe.expert_dim="
+            f"{config.moe.expert_dim}, and the format counts shared experts"
+        )
+    return {"n_shared_experts": count or None}
+
+
+def _read_v2_groups(raw: Raw) -> Values:
+    method = raw.get("topk_method", "greedy")
+    if method == "greedy":
+        return {"moe.num_groups": 1}
+    if method != "group_limited_greedy":
+        raise ValueError(f"topk_method={method!r} is not known")
+    return {"moe.num_groups": raw["n_group"], "moe.top_groups": raw["topk_group"], "moe.group_score": "max"}
+
+
+def _write_v2_groups(config: ModelConfig) -> Raw:
+    moe = config.moe
+    method = "greedy" if moe.num_groups == 1 else "group_limited_greedy"
+    return {"topk_method": method, "n_group": moe.num_groups, "topk_group": moe.top_groups}
+
+
+ROPE = Part(("rope_parameters", "rope_scaling", "rope_theta"), _read_rope, _write_rope)
+DENSE_PREFIX = Part(("mlp_only_layers", "decoder_sparse_step"), _read_dense_prefix, _write_dense_prefix)
+HEAD_DIM = Part(("head_dim",), _read_head_dim, lambda config: {"head_dim": config.attention.head_dim})
+IMPLIED_HEAD_DIM = Part(("head_dim",), _read_head_dim, lambda config: {})
+WINDOW = Part(("sliding_window",), _read_window, _write_window)
+NO_WINDOW = Part(
+    ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    _read_no_window,
+    lambda config: {"use_sliding_window": False, "sliding_window": None},
+)
+LAYER_TYPES = Part(("sliding_window", "layer_types"), _read_layer_types, _write_layer_types)
+SHARED = Part(("n_shared_experts",), _read_shared, _write_shared)
+Q_LORA = Part(
+    ("q_lora_rank",),
+    lambda raw: {"attention.q_lora_rank": raw.get("q_lora_rank") or 0},
+    lambda config: {"q_lora_rank": config.attention.q_lora_rank or None},
+)
+# Every head has its own keys and values; `transformers` wants the count.
+MLA_HEADS = Part(
+    ("num_key_value_heads",), lambda raw: {}, lambda config: {"num_key_value_heads": config.attention.num_heads}
+)
+V2_GROUPS = Part(("topk_method", "n_group", "topk_group"), _read_v2_groups, _write_v2_groups)
+ALL_DENSE = Part(("num_hidden_layers",), lambda raw: {"num_dense_layers": raw["num_hidden_layers"]}, lambda config: {})
+
+# ---- fields
+
+_COMMON = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "attention.num_heads",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+    "initializer_range": "init_std",
+}
+_DEFAULTS: Raw = {"tie_word_embeddings": False, "initializer_range": 0.02, "attention_bias": False}
+_ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0.0,)}
+_GQA = _COMMON | {"num_key_value_heads": "attention.num_kv_heads"}
+_BIAS = {"attention_bias": "attention.bias"}
+_TOP_K = {"num_experts_per_tok": "moe.top_k"}
+_AUX = {"router_aux_loss_coef": "moe.aux_loss"}
+_AUX_DEFAULT: Raw = {"router_aux_loss_coef": 0.0}
+
+QWEN3_MOE = Family(
+    ("qwen3_moe",),
+    "Qwen3MoeForCausalLM",
+    hf_names.QWEN3_MOE,
+    {
+        **_GQA,
+        **_BIAS,
+        **_TOP_K,
+        **_AUX,
+        "num_experts": "moe.num_experts",
+        "moe_intermediate_size": "moe.expert_dim",
+        "intermediate_size": "ffn_dim",
+        "norm_topk_prob": "moe.normalize_topk",
+    },
+    (ROPE, HEAD_DIM, DENSE_PREFIX, NO_WINDOW),
+    fixed={"attention.qk_norm": "head"},
+    only=_ONLY,
+    aliases={"num_local_experts": "num_experts"},
+    defaults=_DEFAULTS | _AUX_DEFAULT,
+)
+MIXTRAL = Family(
+    ("mixtral",),
+    "MixtralForCausalLM",
+    hf_names.MIXTRAL,
+    {
+        **_GQA,
+        **_TOP_K,
+        **_AUX,
+        "num_local_experts": "moe.num_experts",
+        "intermediate_size": "moe.expert_dim",
+    },
+    (ROPE, HEAD_DIM, WINDOW),
+    only=_ONLY | {"router_jitter_noise": (0.0,)},
+    defaults=_DEFAULTS | _AUX_DEFAULT,
+)
+OLMOE = Family(
+    ("olmoe",),
+    "OlmoeForCausalLM",
+    hf_names.OLMOE,
+    {
+        **_GQA,
+        **_BIAS,
+        **_TOP_K,
+        **_AUX,
+        "num_experts": "moe.num_experts",
+        "intermediate_size": "moe.expert_dim",
+        "norm_topk_prob": "moe.normalize_topk",
+    },
+    (ROPE, IMPLIED_HEAD_DIM),
+    fixed={"attention.qk_norm": "full"},
+    only=_ONLY | {"clip_qkv": (None,)},
+    aliases={"num_local_experts": "num_experts"},
+    defaults=_DEFAULTS | _AUX_DEFAULT,
+)
+_DEEPSEEK = {
+    **_COMMON,
+    **_BIAS,
+    **_TOP_K,
+    "n_routed_experts": "moe.num_experts",
+    "moe_intermediate_size": "moe.expert_dim",
+    "intermediate_size": "ffn_dim",
+    "first_k_dense_replace": "num_dense_layers",
+    "norm_topk_prob": "moe.normalize_topk",
+    "routed_scaling_factor": "moe.route_scale",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_nope_head_dim": "attention.qk_nope_head_dim",
+    "qk_rope_head_dim": "attention.qk_rope_head_dim",
+    "v_head_dim": "attention.v_head_dim",
+}
+# Head sizes follow from the MLA dims; the loss settings belong to the authors' own training.
+_DEEPSEEK_IGNORED = frozenset("head_dim qk_head_dim ep_size aux_loss_alpha seq_aux".split())
+DEEPSEEK_V3 = Family(
+    # Moonlight has DeepSeek's own type; Kimi K2 names its own and is the same.
+    ("deepseek_v3", "kimi_k2"),
+    "DeepseekV3ForCausalLM",
+    hf_names.DEEPSEEK_V3,
+    {
+        **_DEEPSEEK,
+        "n_group": "moe.num_groups",
+        "topk_group": "moe.top_groups",
+        "rope_interleave": "rope.interleaved",
+    },
+    (ROPE, SHARED, Q_LORA, MLA_HEADS),
+    fixed={
+        "attention.kind": "mla",
+        "moe.score_function": "sigmoid",
+        "moe.expert_bias": True,
+        "moe.group_score": "top2_sum",
+    },
+    only=_ONLY | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+    defaults=_DEFAULTS | {"rope_interleave": True},
+    ignored=_DEEPSEEK_IGNORED | {"num_nextn_predict_layers"},
+)
+DEEPSEEK_V2 = Family(
+    ("deepseek_v2",),
+    "DeepseekV2ForCausalLM",
+    hf_names.DEEPSEEK_V2,
+    _DEEPSEEK,
+    (ROPE, SHARED, Q_LORA, MLA_HEADS, V2_GROUPS),
+    fixed={"attention.kind": "mla", "moe.score_function": "softmax", "rope.interleaved": True},
+    only=_ONLY | {"scoring_func": ("softmax",), "moe_layer_freq": (1,), "mlp_bias": (False,)},
+    defaults=_DEFAULTS | {"norm_topk_prob": False},
+    ignored=_DEEPSEEK_IGNORED,
+)
+GPT_OSS = Family(
+    ("gpt_oss",),
+    "GptOssForCausalLM",
+    hf_names.GPT_OSS,
+    {
+        **_GQA,
+        **_BIAS,
+        **_TOP_K,
+        **_AUX,
+        "num_local_experts": "moe.num_experts",
+        "intermediate_size": "moe.expert_dim",
+    },
+    (ROPE, HEAD_DIM, LAYER_TYPES),
+    fixed={
+        "attention.sinks": True,
+        "moe.router_bias": True,
+        "moe.linear_bias": True,
+        "moe.activation": "clamped_swiglu",
+    },
+    only=_ONLY | {"swiglu_limit": (7.0,), "swiglu_alpha": (None, 1.702)},
+    defaults=_DEFAULTS | _AUX_DEFAULT | {"attention_bias": True},
+    ignored=frozenset({"initial_context_length", "experts_per_token"}),
+)
+QWEN3 = Family(
+    ("qwen3",),
+    "Qwen3ForCausalLM",
+    hf_names.DENSE,
+    {**_GQA, **_BIAS, "intermediate_size": "ffn_dim"},
+    (ROPE, HEAD_DIM, NO_WINDOW, ALL_DENSE),
+    fixed={"attention.qk_norm": "head"},
+    only=_ONLY,
+    defaults=_DEFAULTS,
+    dense=True,
+)
+LLAMA = Family(
+    ("llama",),
+    "LlamaForCausalLM",
+    hf_names.DENSE,
+    {**_GQA, **_BIAS, "intermediate_size": "ffn_dim"},
+    (ROPE, HEAD_DIM, ALL_DENSE),
+    only=_ONLY | {"mlp_bias": (False,)},
+    defaults=_DEFAULTS,
+    dense=True,
+)
+
+# In the order in which export looks for one that can express a model.
+FAMILIES: dict[str, Family] = {
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+    "olmoe": OLMOE,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v2": DEEPSEEK_V2,
+    "gpt_oss": GPT_OSS,
+    "qwen3": QWEN3,
+    "llama": LLAMA,
+}

@@ -1,0 +1,329 @@
+"""Models from Hugging Face folders and into them, in any layout; no rank ever holds more than its share.
+
+Load: rank 0 reads config.json and the headers, everybody learns them, and each rank reads the slices of the tensors
+that its own shards need. Before that, every parameter is filled with NaN, and none may be left afterwards.
+
+Export: the place of every byte is known beforehand. Rank 0 lays out the files under a temporary name, each rank writes
+what it owns, the bytes written must add up, and then the folder gets its name.
+
+    trainer/hf_families.py        config.json of each family        trainer/hf_names.py    names and layouts of tensors
+    trainer/hf_source.py          what is kept of a source          trainer/hf_pieces.py   shards <-> slices of files
+    trainer/safetensors_stream.py files                             trainer/hf_quantized.py  mxfp4 and fp8
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from parallel.init import clean_name, local_box
+from trainer.hf_config import Family, choose_family, config_json, differences, family_of, model_config
+from trainer.hf_families import FAMILIES
+from trainer.hf_names import Piece, Shape
+from trainer.hf_pieces import Part, read_part, write_part
+from trainer.hf_quantized import SourceTensors
+from trainer.hf_source import CONFIG, Kept, Source, open_source, small_files
+from trainer.models.config import ModelConfig
+from trainer.peers import Peers
+from trainer.safetensors_stream import DTYPES, Layout, TensorWriter, create_files, plan_layout, some
+from trainer.tokenizer import Tokenizer
+
+MAX_FILE_BYTES = 5_000_000_000
+PREFIX = "hf:"
+"""Of `checkpoint.init_from`, when it names a Hugging Face folder."""
+BIAS = "moe.expert_bias"
+
+PiecesOf = Callable[[str, Shape], list[Piece]]
+
+
+@dataclass
+class Transfer:
+    """What happened: lines for the user, and the largest tensor that this rank held on the way, in bytes."""
+
+    notes: list[str] = field(default_factory=list)
+    largest: int = 0
+
+
+# ---- load
+
+
+def load_source(source: Source, model: nn.Module, config: ModelConfig, peers: Peers) -> Transfer:
+    """Fill a model, in whatever layout and dtype it is, with the weights of a folder. Collective.
+
+    Raises:
+        ValueError: the model is another than the folder's; tensors missing, unexpected or of another shape (all by
+            name); a file that cannot be read. The model is not usable then.
+    """
+    different = differences(config, source.config, source.family)
+    if different:
+        raise ValueError(
+            f"{source.folder / CONFIG} is another model ({source.family.model_types[0]}) than this run's: "
+            f"{'; '.join(different)}. Write its config with `python scripts/convert_hf.py config {source.folder}`"
+        )
+    tensors = source.tensors()
+
+    def pieces_of(name: str, shape: Shape) -> list[Piece]:
+        return source.family.names.pieces(name, shape, tensors.stored)
+
+    return fill_model(source, tensors, model, pieces_of, peers)
+
+
+def fill_model(source: Source, tensors: SourceTensors, model: nn.Module, pieces_of: PiecesOf, peers: Peers) -> Transfer:
+    """Fill every tensor of a model from its pieces; those without a place in the format are told of. Collective."""
+    targets = named_tensors(model)
+    pieces = {name: pieces_of(name, tuple(tensor.shape)) for name, tensor in targets.items()}
+    transfer = Transfer(list(source.notes))
+    transfer.notes += check_tensors(source, tensors, pieces)
+    with peers.together(), torch.no_grad():
+        for name, tensor in targets.items():
+            part = Part(*local_box(tensor))
+            if name.endswith(BIAS) and not pieces[name]:
+                part.values.zero_()
+                continue
+            part.values.fill_(float("nan"))
+            read_part(part, pieces[name], tensors.read)
+        left = [name for name, tensor in targets.items() if bool(local_box(tensor)[1].isnan().any())]
+        if left:
+            raise ValueError(f"{len(left)} tensors are not filled, or hold NaN in {source.folder}: {some(left)}")
+    transfer.largest = tensors.reader.largest
+    return transfer
+
+
+def check_tensors(source: Source, tensors: SourceTensors, pieces: Mapping[str, list[Piece]]) -> list[str]:
+    """Compare what a model needs with what a folder has; returns lines about what is left out.
+
+    Raises:
+        ValueError: naming the tensors that are missing, unexpected or of another shape.
+    """
+    wanted = {piece.theirs: piece.shape for found in pieces.values() for piece in found}
+    stored = tensors.stored
+    homeless = [name for name, found in pieces.items() if not found]
+    notes: list[str] = []
+    if biases := [name for name in homeless if name.endswith(BIAS)]:
+        notes.append(f"{source.family.model_types[0]} has no balancing bias: {len(biases)} start at zero")
+    extra = {name: _reason(source, name) for name in stored if name not in wanted}
+    for reason in sorted({why for why in extra.values() if why}):
+        names = [name for name, why in extra.items() if why == reason]
+        notes.append(f"{len(names)} tensors of {source.folder} are left out ({reason}): {some(names)}")
+    shapes = [
+        f"{name} ({list(stored[name].shape)} in {_file_of(source.layout, name)}, the config means {list(shape)})"
+        for name, shape in wanted.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    problems = {
+        "missing": [name for name in wanted if name not in stored],
+        "unexpected": [name for name, why in extra.items() if why is None],
+        "of another shape": shapes,
+        "without a place in this format": [name for name in homeless if not name.endswith(BIAS)],
+    }
+    texts = [f"{len(names)} tensors {what}: {some(names)}" for what, names in problems.items() if names]
+    if texts:
+        raise ValueError(f"{source.folder} does not fit its {CONFIG} or this model: {'; '.join(texts)}")
+    return notes
+
+
+def _file_of(layout: Layout, name: str) -> str:
+    entry = layout.entries.get(name) or layout.entries.get(f"{name}_blocks")
+    return entry.file if entry else "its file"
+
+
+def _reason(source: Source, name: str) -> str | None:
+    """Why a tensor of the folder may be left out; None: it may not."""
+    if name == "lm_head.weight" and source.config.tie_embeddings:
+        return "tied to the embedding"
+    parts = name.split(".")
+    beyond = name.startswith("model.layers.") and int(parts[2]) >= source.config.num_layers
+    if beyond and source.raw.get("num_nextn_predict_layers"):
+        return "multi-token prediction, which this model does not have"
+    return source.family.names.reason_left_out(name)
+
+
+def open_for_all(path: str | Path, peers: Peers) -> Source:
+    """`open_source` on rank 0, for everybody. Collective."""
+    return peers.from_rank0(lambda: open_source(path))
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; shards stay shards."""
+    return {clean_name(name): value for name, value in model.state_dict().items()}
+
+
+# ---- export
+
+
+@dataclass
+class Export:
+    """What to write, beside the values."""
+
+    config: ModelConfig
+    # Shapes of all of our tensors, whole.
+    shapes: Mapping[str, Shape]
+    # The folder that the weights came from, if any: its names, dtypes, files and config.json are kept.
+    kept: Kept | None = None
+    tokenizer: Tokenizer | None = None
+    # Of tensors whose dtype no source tells. Balancing biases are fp32.
+    dtype: torch.dtype = torch.bfloat16
+    max_file_bytes: int = MAX_FILE_BYTES
+
+
+def export_model(
+    folder: str | Path, model: nn.Module, export: Export, peers: Peers, *, replace: bool = False
+) -> Transfer:
+    """Write a live model, in whatever layout it is. Collective; errors as `export_parts`."""
+    parts = [(name, Part(*local_box(tensor))) for name, tensor in named_tensors(model).items() if owns(tensor, peers)]
+    return export_parts(folder, parts, export, peers, replace=replace)
+
+
+def owns(tensor: Tensor, peers: Peers) -> bool:
+    """Whether this rank writes its part of a tensor: one of those that hold the same."""
+    if not isinstance(tensor, DTensor):
+        return peers.rank == 0
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None
+    return all(at == 0 for at, kind in zip(place, tensor.placements, strict=True) if isinstance(kind, Replicate))
+
+
+def export_parts(
+    folder: str | Path, parts: Iterable[tuple[str, Part]], export: Export, peers: Peers, *, replace: bool = False
+) -> Transfer:
+    """Write the parts that this rank owns; together the ranks must have every part once. Collective.
+
+    Args:
+        replace: a folder of that name is replaced when the new one is complete.
+
+    Raises:
+        FileExistsError: the folder exists.
+        ValueError: no format can express the model.
+        RuntimeError: the parts do not make up the model. Nothing is left under the folder's name then.
+    """
+    folder = Path(folder)
+    if folder.exists() and not replace:
+        raise FileExistsError(f"{folder} exists; choose another folder")
+    plan = peers.from_rank0(lambda: _Plan.make(export))
+    partial = peers.from_rank0(lambda: _begin(folder, plan))
+    try:
+        writer = TensorWriter(partial, plan.layout)
+        moved = Transfer(plan.notes)
+        with peers.together(), torch.no_grad():
+            for name, part in parts:
+                pieces = plan.pieces(name, export.shapes[name])
+                if not pieces and bool(part.values.any()):
+                    moved.notes.append(f"{name} is not zero, but {plan.family.model_types[0]} has no place for it")
+                write_part(part, pieces, writer)
+            writer.close()
+        moved.largest = writer.largest
+        written = peers.gather(writer.written)
+        peers.from_rank0(lambda: _finish(folder, partial, plan, export, sum(written)))
+    except BaseException:
+        if peers.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return moved
+
+
+@dataclass
+class _Plan:
+    family: Family
+    raw: dict[str, Any]
+    layout: Layout
+    notes: list[str]
+
+    @staticmethod
+    def make(export: Export) -> "_Plan":
+        family, raw, kept = _format(export)
+        names = family.names
+        stored = () if kept is None or kept.quantized else kept.layout.entries
+        wanted: dict[str, Shape] = {}
+        notes: list[str] = []
+        for name, shape in export.shapes.items():
+            pieces = names.pieces(name, shape, stored)
+            if not pieces:
+                notes.append(f"{family.model_types[0]} has no place for {name}: it is not in the export")
+            wanted |= {piece.theirs: piece.shape for piece in pieces}
+        dtypes = {name: _dtype(name, export, kept) for name in wanted}
+        if stored and {name: entry.shape for name, entry in kept.layout.entries.items()} == wanted:  # type: ignore[union-attr]
+            return _Plan(family, raw, kept.layout, notes)  # type: ignore[union-attr]
+        layout = plan_layout({name: (dtypes[name], wanted[name]) for name in wanted}, export.max_file_bytes)
+        return _Plan(family, raw, layout, notes)
+
+    def pieces(self, name: str, shape: Shape) -> list[Piece]:
+        return self.family.names.pieces(name, shape, self.layout.entries)
+
+
+def _format(export: Export) -> tuple[Family, dict[str, Any], Kept | None]:
+    """Family, config.json and source to go by. A source that is another model by now (upcycled) is left aside."""
+    kept = export.kept
+    if kept is not None:
+        family = family_of(kept.raw, FAMILIES, str(kept.folder / CONFIG))
+        theirs, _ = model_config(kept.raw, family, str(kept.folder / CONFIG))
+        if not differences(export.config, theirs, family):
+            raw = {key: value for key, value in kept.raw.items() if key != "quantization_config"}
+            return family, raw, kept
+    family = choose_family(export.config, FAMILIES)
+    raw = config_json(export.config, family) | {"torch_dtype": str(export.dtype).removeprefix("torch.")}
+    if export.tokenizer is not None:
+        raw |= {"bos_token_id": None, "eos_token_id": export.tokenizer.eos_id}
+    return family, raw, None
+
+
+def _dtype(name: str, export: Export, kept: Kept | None) -> torch.dtype:
+    if kept is not None and name in kept.layout.entries:
+        dtype = DTYPES[kept.layout.entries[name].dtype]
+        if dtype.itemsize > 1:
+            return dtype
+    return torch.float32 if name.endswith("e_score_correction_bias") else export.dtype
+
+
+def _begin(folder: Path, plan: _Plan) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f"{folder.name}.partial.{secrets.token_hex(4)}")
+    partial.mkdir()
+    create_files(partial, plan.layout)
+    return partial
+
+
+def _finish(folder: Path, partial: Path, plan: _Plan, export: Export, written: int) -> None:
+    expected = sum(entry.end - entry.start for entry in plan.layout.entries.values())
+    if written != expected:
+        raise RuntimeError(
+            f"{written} bytes of tensors were written, the model has {expected}: parts are missing or double"
+        )
+    _write_small_files(partial, plan, export)
+    for path in partial.iterdir():
+        with open(path, "rb") as stream:
+            os.fsync(stream.fileno())
+    if folder.exists():
+        old = folder.with_name(f"{folder.name}.old.{secrets.token_hex(4)}")
+        folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old)
+    else:
+        partial.rename(folder)
+
+
+def _write_small_files(partial: Path, plan: _Plan, export: Export) -> None:
+    same_tokenizer = export.tokenizer is None
+    if export.kept is not None:
+        theirs = export.kept.folder / "tokenizer.json"
+        same_tokenizer |= theirs.is_file() and export.tokenizer is not None and export.tokenizer.is_of(theirs)
+        for path in small_files(export.kept.folder):
+            if same_tokenizer or not _is_tokenizer_file(path.name):
+                shutil.copyfile(path, partial / path.name)
+    if not same_tokenizer and export.tokenizer is not None:
+        export.tokenizer.save(partial, for_transformers=True)
+    kept_config = None if export.kept is None else export.kept.raw
+    if plan.raw != kept_config:
+        (partial / CONFIG).write_text(json.dumps(plan.raw, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_tokenizer_file(name: str) -> bool:
+    known = ("vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+    return name.startswith(("tokenizer", "tokenization")) or name in known
