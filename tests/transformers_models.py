@@ -1,7 +1,8 @@
 """Tiny random models of `transformers`, our ModelConfig of the same shape, and their weights under our names.
 
 `transformers` casts to fp32 inside its norms, routers and softmaxes whatever the model's dtype. `KeepDouble` lets those
-casts pass fp64 through, so that a comparison in fp64 can be held to 1e-10; its RoPE tables stay fp32, as ours are.
+casts pass fp64 through, so that a comparison in fp64 can be held to 1e-10; its RoPE tables stay fp32, as ours are
+(DeepSeek-V2's are complex: made of sines and cosines like the others').
 """
 
 from collections.abc import Callable
@@ -39,6 +40,9 @@ class KeepDouble(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.polar:
+            # Its fp32 sine differs from torch.sin's in the last bit.
+            return torch.complex(args[0] * args[1].cos(), args[0] * args[1].sin())
         double = len(args) > 0 and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         if double and func is torch.Tensor.float:
             return args[0]

@@ -55,7 +55,6 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "comms.chunks": (1,),
     "comms.num_ctas": (None,),
     "profile.steps": (0,),
-    "checkpoint.export_hf": (False,),
 }
 
 _POSITIVE = (1, math.inf)

@@ -116,8 +116,9 @@ class CheckpointConfig:
     # Steps between checkpoints; 0 means only at the end, null none at all.
     every: int | None = 500
     keep_last: int = 3
-    # A checkpoint whose weights (alone) this run starts from.
+    # A checkpoint whose weights (alone) this run starts from, or hf:PATH of a Hugging Face folder.
     init_from: str | None = None
+    # Write the finished model as a Hugging Face folder, <run>/hf.
     export_hf: bool = False
     # Write in the background while training goes on.
     asynchronous: bool = True

@@ -12,6 +12,8 @@ from typing import Any
 from trainer.hf_names import NameMap
 from trainer.models.config import ModelConfig
 
+HF_PREFIX = "hf:"
+"""Of `checkpoint.init_from`, where it names a Hugging Face folder."""
 Raw = dict[str, Any]
 Values = dict[str, Any]
 """Settings by dotted path below `model.`."""

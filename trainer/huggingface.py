@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from parallel.init import clean_name, local_box
+from parallel.init import InitRule, clean_name, fill, local_box
 from trainer.hf_config import Family, choose_family, config_json, differences, family_of, model_config
 from trainer.hf_families import FAMILIES
 from trainer.hf_names import Piece, Shape
@@ -37,8 +37,6 @@ from trainer.safetensors_stream import DTYPES, Layout, TensorWriter, create_file
 from trainer.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 5_000_000_000
-PREFIX = "hf:"
-"""Of `checkpoint.init_from`, when it names a Hugging Face folder."""
 BIAS = "moe.expert_bias"
 
 PiecesOf = Callable[[str, Shape], list[Piece]]
@@ -73,23 +71,47 @@ def load_source(source: Source, model: nn.Module, config: ModelConfig, peers: Pe
     def pieces_of(name: str, shape: Shape) -> list[Piece]:
         return source.family.names.pieces(name, shape, tensors.stored)
 
-    return fill_model(source, tensors, model, pieces_of, peers)
+    return fill_model(source, tensors, model, pieces_of, peers, fresh=_balancing_biases(model, pieces_of))
 
 
-def fill_model(source: Source, tensors: SourceTensors, model: nn.Module, pieces_of: PiecesOf, peers: Peers) -> Transfer:
-    """Fill every tensor of a model from its pieces; those without a place in the format are told of. Collective."""
+def _balancing_biases(model: nn.Module, pieces_of: PiecesOf) -> dict[str, InitRule]:
+    """Those that the format has no place for: they start at zero."""
+    tensors = named_tensors(model)
+    names = [name for name in tensors if name.endswith(BIAS) and not pieces_of(name, tuple(tensors[name].shape))]
+    return {name: InitRule("zeros") for name in names}
+
+
+def fill_model(
+    source: Source,
+    tensors: SourceTensors,
+    model: nn.Module,
+    pieces_of: PiecesOf,
+    peers: Peers,
+    *,
+    fresh: Mapping[str, InitRule],
+    seed: int = 0,
+) -> Transfer:
+    """Fill every tensor of a model from its pieces. Collective; errors as `load_source`.
+
+    Args:
+        fresh: tensors that the folder does not have, and how they start.
+    """
     targets = named_tensors(model)
     pieces = {name: pieces_of(name, tuple(tensor.shape)) for name, tensor in targets.items()}
     transfer = Transfer(list(source.notes))
-    transfer.notes += check_tensors(source, tensors, pieces)
+    transfer.notes += check_tensors(source, tensors, {name: pieces[name] for name in pieces if name not in fresh})
+    if fresh:
+        kinds = " or ".join(sorted({rule.kind for rule in fresh.values()}))
+        text = f"{len(fresh)} tensors are not in {source.folder} and start anew ({kinds}): {some([*fresh])}"
+        transfer.notes.append(text)
     with peers.together(), torch.no_grad():
         for name, tensor in targets.items():
             part = Part(*local_box(tensor))
-            if name.endswith(BIAS) and not pieces[name]:
-                part.values.zero_()
-                continue
             part.values.fill_(float("nan"))
-            read_part(part, pieces[name], tensors.read)
+            if name in fresh:
+                fill(tensor, name, fresh[name], seed)
+            else:
+                read_part(part, pieces[name], tensors.read)
         left = [name for name, tensor in targets.items() if bool(local_box(tensor)[1].isnan().any())]
         if left:
             raise ValueError(f"{len(left)} tensors are not filled, or hold NaN in {source.folder}: {some(left)}")
@@ -105,10 +127,7 @@ def check_tensors(source: Source, tensors: SourceTensors, pieces: Mapping[str, l
     """
     wanted = {piece.theirs: piece.shape for found in pieces.values() for piece in found}
     stored = tensors.stored
-    homeless = [name for name, found in pieces.items() if not found]
     notes: list[str] = []
-    if biases := [name for name in homeless if name.endswith(BIAS)]:
-        notes.append(f"{source.family.model_types[0]} has no balancing bias: {len(biases)} start at zero")
     extra = {name: _reason(source, name) for name in stored if name not in wanted}
     for reason in sorted({why for why in extra.values() if why}):
         names = [name for name, why in extra.items() if why == reason]
@@ -122,7 +141,7 @@ def check_tensors(source: Source, tensors: SourceTensors, pieces: Mapping[str, l
         "missing": [name for name in wanted if name not in stored],
         "unexpected": [name for name, why in extra.items() if why is None],
         "of another shape": shapes,
-        "without a place in this format": [name for name in homeless if not name.endswith(BIAS)],
+        "without a place in this format": [name for name, found in pieces.items() if not found],
     }
     texts = [f"{len(names)} tensors {what}: {some(names)}" for what, names in problems.items() if names]
     if texts:

@@ -247,7 +247,7 @@ class TensorWriter:
         dtype = DTYPES[entry.dtype]
         data = part.detach().to("cpu", dtype).contiguous()
         self.largest = max(self.largest, data.nbytes)
-        memory = memoryview(data.reshape(-1).view(torch.uint8).numpy())
+        memory = data.reshape(-1).view(torch.uint8).numpy().data
         base = self._data_start[entry.file] + entry.start
         position = 0
         for offset, length in _runs(entry.shape, starts, part.shape):

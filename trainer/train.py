@@ -32,6 +32,8 @@ from trainer.data import build_eval_sets, build_train_loader
 from trainer.evaluate import EvalResult, evaluate
 from trainer.generate import generate
 from trainer.guard import NonFinitePolicy, StopSignal
+from trainer.hf_config import HF_PREFIX
+from trainer.hf_run import export_run, inherit_source, start_from
 from trainer.install_check import check_one_root
 from trainer.metrics import RunMetrics
 from trainer.optim import build_optimizer, learning_rate, set_learning_rate
@@ -160,11 +162,31 @@ class Trainer:
             self.loader.load_state_dict(extra["data"])
             self.metrics.resume(extra)
             self.metrics.say(f"continuing from {path} at step {self.step}")
+        elif path is None and init_from is not None and init_from.startswith(HF_PREFIX):
+            self.start_from_hugging_face(init_from.removeprefix(HF_PREFIX))
         elif self.restored_from is not None:
             extra = self.checkpointer.load_weights(self.restored_from, self.model)
             self.step = int(extra["step"]) if self.loader is None else 0
             self.check_tokenizer(extra.get("tokenizer"))
             self.metrics.say(f"weights of step {extra['step']} from {self.restored_from}")
+            if self.loader is not None:
+                self.peers.from_rank0(lambda: inherit_source(Path(str(init_from)), self.folder.path))
+
+    def start_from_hugging_face(self, path: str) -> None:
+        """The weights of a Hugging Face folder; what export needs of it is kept in the run's folder."""
+        keep_in = None if self.config.train.eval_only else self.folder.path
+        moved, digest = start_from(path, self.model, self.config.model, keep_in, self.peers)
+        for note in moved.notes:
+            self.metrics.say(note)
+        self.check_tokenizer(digest)
+        self.metrics.say(f"weights from {path}")
+
+    def export(self) -> None:
+        """Write the model as `<run>/hf`, for Hugging Face's `transformers`."""
+        with self.metrics.pause():
+            moved = export_run(self.folder.path, self.model, self.config.model, self.tokenizer, self.peers)
+        for note in moved.notes:
+            self.metrics.say(note)
 
     def check_tokenizer(self, digest: str | None) -> None:
         """Weights mean nothing with another vocabulary: an evaluation refuses it, a new run is told."""
@@ -200,6 +222,8 @@ class Trainer:
                 self.checkpointer.wait()
                 return "preempted"
         self.checkpointer.wait()
+        if config.checkpoint.export_hf:
+            self.export()
         self.show_result()
         return "finished"
 
@@ -280,6 +304,7 @@ class Trainer:
             f"  metrics     {path / 'metrics.jsonl'}\n"
             f"  config      {path / 'config.yaml'}\n"
             f"  checkpoint  {latest or 'none (checkpoint.every=null)'}"
+            + (f"\n  for transformers  {path / 'hf'}" if self.config.checkpoint.export_hf else "")
         )
 
     def close(self, exit_code: int) -> None:

@@ -16,6 +16,8 @@ from moe.config import MoEConfig
 from parallel.config import ParallelConfig, either, nearest_divisors
 from trainer.choices import AVAILABLE, BOUNDS, CHOICES
 from trainer.config import Config, SourceConfig, TrainConfig
+from trainer.hf_config import HF_PREFIX, choose_family
+from trainer.hf_families import FAMILIES
 from trainer.models.config import AttentionConfig
 from trainer.schema import did_you_mean, leaf_type
 
@@ -277,13 +279,23 @@ def _check_optim(config: Config) -> None:
         raise ValueError(f"optim.betas={betas}: must be two numbers from 0 up to, not including, 1, like [0.9,0.95]")
 
 
+def _check_export(config: Config) -> None:
+    """Better now than after the last step."""
+    try:
+        choose_family(config.model, FAMILIES)
+    except ValueError as error:
+        raise ValueError(f"checkpoint.export_hf=true: {error}") from error
+
+
 def _check_checkpoint(config: Config) -> None:
     resume, init_from = config.checkpoint.resume, config.checkpoint.init_from
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         hint = did_you_mean(resume, ("auto", "never"))
         raise ValueError(f"checkpoint.resume={resume}: must be auto, never or an existing folder{hint}")
-    if init_from is not None and not Path(init_from).is_dir():
+    if init_from is not None and not Path(init_from.removeprefix(HF_PREFIX)).is_dir():
         raise ValueError(f"checkpoint.init_from={init_from}: there is no such folder")
+    if config.checkpoint.export_hf:
+        _check_export(config)
     if config.train.eval_only and resume == "never" and init_from is None:
         raise ValueError(
             "train.eval_only=true has nothing to evaluate with checkpoint.resume=never; "

@@ -1,0 +1,166 @@
+"""Hugging Face folders in every layout: equal logits and loss, equal files at 1, 2 and 4 processes. CASES 47, 48."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from parallel.config import ParallelConfig
+from parallel.init import local_box
+from parallel.mesh import build_mesh
+from tests.distributed.harness import run_workers
+from tests.transformers_models import FAMILIES, E, KeepDouble, V, build_reference
+from trainer import hf_convert
+from trainer.build import build_model
+from trainer.config import Config, PrecisionConfig
+from trainer.hf_source import FOLDER, keep_source, kept_source, open_source
+from trainer.huggingface import Export, export_model, load_source, named_tensors
+from trainer.models.config import ModelConfig
+from trainer.peers import Peers
+
+# (ranks, layout): expert parallelism, with FSDP over its ranks, FSDP alone, replicas.
+LAYOUTS = {
+    "ep2": (2, ParallelConfig(ep=2)),
+    "ep2-fsdp2": (4, ParallelConfig(ep=2)),
+    "fsdp4": (4, ParallelConfig()),
+    "hsdp": (4, ParallelConfig(dp_replicate=2, ep=2)),
+}
+
+
+def in_layout(
+    folder: str, model_config: ModelConfig, parallel: ParallelConfig, recipe: str, tokens: torch.Tensor | None
+) -> tuple[torch.Tensor | None, dict[str, str], int, int]:
+    """Import, run, and export again: logits, checksums of this rank's experts, largest tensors read and written."""
+    mesh = build_mesh(parallel, torch.device("cpu"))
+    config = Config(model=model_config, parallel=mesh.config, precision=PrecisionConfig(recipe=recipe))
+    model = build_model(config, mesh)
+    peers = Peers(60)
+    source = open_source(folder)
+    read = load_source(source, model, model_config, peers)
+    with torch.no_grad():
+        logits = None if tokens is None else model(tokens).logits_BSV
+    sums: dict[str, str] = {}
+    for name, tensor in named_tensors(model).items():
+        if name.endswith("experts.w_down"):
+            (first, *rest), local = local_box(tensor)
+            if local.shape[1:] == tensor.shape[1:]:
+                for index in range(local.shape[0]):
+                    sums[f"{name}/{first + index}"] = checksum(local[index])
+    run = Path(folder).parent
+    if peers.rank == 0:
+        keep_source(source, run / FOLDER)
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+    kept = peers.from_rank0(lambda: kept_source(run))
+    written = export_model(
+        run / f"out-{mesh.world_size}", model, Export(model_config, shapes, kept), peers, replace=True
+    )
+    peers.close()
+    return logits, sums, read.largest, written.largest
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("layout", ["ep2", "ep2-fsdp2"])
+def test_logits_in_a_layout(tmp_path, name, layout):
+    """fp64, 1e-10: the bound of DESIGN section 6."""
+    reference, config = build_reference(name, torch.float64)
+    reference.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
+    tokens = torch.randint(0, V, (2, 40), generator=torch.Generator().manual_seed(3))
+    with KeepDouble(), torch.no_grad():
+        expected = reference(tokens).logits
+    world, parallel = LAYOUTS[layout]
+    for logits, _, _, _ in run_workers(in_layout, world, str(tmp_path / "hf"), config, parallel, "fp64", tokens):
+        assert error(logits, expected) < 1e-10
+    assert files(tmp_path / f"out-{world}") == files(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("layout", ["fsdp4", "hsdp"])
+def test_files_in_other_layouts(tmp_path, name, layout):
+    """bf16 folders through fp32 masters; each expert arrives as it is in the file, whoever holds it."""
+    reference, config = build_reference(name, torch.bfloat16)
+    reference.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
+    world, parallel = LAYOUTS[layout]
+    results = run_workers(in_layout, world, str(tmp_path / "hf"), config, parallel, "fp32", None)
+    assert files(tmp_path / f"out-{world}") == files(tmp_path / "hf")
+    stored = {key: t for path in (tmp_path / "hf").glob("*.safetensors") for key, t in load_file(path).items()}
+    held = [item for _, sums, _, _ in results for item in sums.items()]
+    assert len({key for key, _ in held}) == E * sum(1 for layer in range(3) if layer >= config.num_dense_layers)
+    for key, value in held:
+        layer, expert = key.split(".")[1], int(key.rpartition("/")[2])
+        assert value == checksum(stored_down(stored, layer, expert)), key
+    for _, _, read, written in results:
+        # A quarter of embedding or head, or one expert's matrix.
+        assert max(read, written) <= max(V * config.dim * 4 // world, 2 * config.dim * config.moe.expert_dim * 4)
+
+
+def stored_down(stored: dict[str, torch.Tensor], layer: str, expert: int) -> torch.Tensor:
+    prefix = f"model.layers.{layer}.mlp.experts"
+    if f"{prefix}.down_proj" in stored:
+        return stored[f"{prefix}.down_proj"][expert].T.float()
+    return stored[f"{prefix}.{expert}.down_proj.weight"].float()
+
+
+def test_two_ranks_share_one_expert(tmp_path):
+    """More ranks than experts: FSDP cuts gate from up, which alternate in gpt-oss's files."""
+    reference, config = build_reference("gpt_oss", torch.bfloat16)
+    reference.config.num_local_experts = config.moe.num_experts = config.moe.top_k = 2
+    reference.config.num_experts_per_tok = 2
+    reference = type(reference)(reference.config).to(torch.bfloat16)
+    reference.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
+    run_workers(in_layout, 4, str(tmp_path / "hf"), config, ParallelConfig(ep=2), "fp32", None)
+    assert files(tmp_path / "out-4") == files(tmp_path / "hf")
+
+
+def convert(folder: str, out: str, back: str) -> None:
+    peers = Peers(60)
+    hf_convert.import_folder(folder, out, peers)
+    hf_convert.export_folder(out, back, peers, max_file_bytes=30_000)
+    peers.close()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_conversion_there_and_back(tmp_path, name, world):
+    """`convert_hf.py import` and `export`: the same files at every number of processes."""
+    reference, _ = build_reference(name, torch.bfloat16)
+    reference.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
+    run_workers(convert, world, str(tmp_path / "hf"), str(tmp_path / "run"), str(tmp_path / "back"))
+    assert files(tmp_path / "back") == files(tmp_path / "hf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "run"]
+
+
+def fail(folder: str, out: str) -> str:
+    peers = Peers(60)
+    try:
+        hf_convert.import_folder(folder, out, peers)
+    except ValueError as caught:
+        return str(caught)
+    finally:
+        peers.close()
+    return ""
+
+
+def test_every_rank_learns_of_a_fault(tmp_path):
+    """Nobody is left waiting, and nothing is left on the disk."""
+    reference, _ = build_reference("mixtral", torch.bfloat16)
+    reference.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
+    raw = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(raw | {"num_local_experts": E + 2}))
+    for text in run_workers(fail, 2, str(tmp_path / "hf"), str(tmp_path / "run")):
+        assert f"experts.{E}.w1.weight" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
