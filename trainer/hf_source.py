@@ -31,13 +31,17 @@ class Source:
 
     folder: Path
     raw: dict[str, Any]
-    family: Family
     config: ModelConfig
     # What is not taken over; for the user.
     notes: list[str] = field(default_factory=list)
     layout: Layout = field(default_factory=Layout)
 
+    @property
+    def family(self) -> Family:
+        return family_of(self.raw, FAMILIES, str(self.folder / CONFIG))
+
     def tensors(self) -> SourceTensors:
+        """Opens the folder's tensors."""
         return SourceTensors(self.folder, self.layout, self.raw)
 
 
@@ -56,7 +60,7 @@ def open_source(folder: str | Path) -> Source:
     family = family_of(raw, FAMILIES, where)
     config, notes = model_config(raw, family, where)
     config.name = folder.resolve().name
-    source = Source(folder, raw, family, config, notes, read_layout(folder))
+    source = Source(folder, raw, config, notes, read_layout(folder))
     source.tensors()
     return source
 

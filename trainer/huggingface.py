@@ -250,7 +250,6 @@ def export_parts(
 
 @dataclass
 class _Plan:
-    family: Family
     raw: dict[str, Any]
     layout: Layout
     notes: list[str]
@@ -269,9 +268,13 @@ class _Plan:
             wanted |= {piece.theirs: piece.shape for piece in pieces}
         dtypes = {name: _dtype(name, export, kept) for name in wanted}
         if stored and {name: entry.shape for name, entry in kept.layout.entries.items()} == wanted:  # type: ignore[union-attr]
-            return _Plan(family, raw, kept.layout, notes)  # type: ignore[union-attr]
+            return _Plan(raw, kept.layout, notes)  # type: ignore[union-attr]
         layout = plan_layout({name: (dtypes[name], wanted[name]) for name in wanted}, export.max_file_bytes)
-        return _Plan(family, raw, layout, notes)
+        return _Plan(raw, layout, notes)
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.raw, FAMILIES, CONFIG)
 
     def pieces(self, name: str, shape: Shape) -> list[Piece]:
         return self.family.names.pieces(name, shape, self.layout.entries)

@@ -16,8 +16,8 @@ from tests.transformers_models import FAMILIES, E, KeepDouble, V, build_referenc
 from trainer import hf_convert
 from trainer.build import build_model
 from trainer.config import Config, PrecisionConfig
-from trainer.hf_source import FOLDER, keep_source, kept_source, open_source
-from trainer.huggingface import Export, export_model, load_source, named_tensors
+from trainer.hf_source import FOLDER, keep_source, kept_source
+from trainer.huggingface import Export, export_model, load_source, named_tensors, open_for_all
 from trainer.models.config import ModelConfig
 from trainer.peers import Peers
 
@@ -38,14 +38,14 @@ def in_layout(
     config = Config(model=model_config, parallel=mesh.config, precision=PrecisionConfig(recipe=recipe))
     model = build_model(config, mesh)
     peers = Peers(60)
-    source = open_source(folder)
+    source = open_for_all(folder, peers)
     read = load_source(source, model, model_config, peers)
     with torch.no_grad():
         logits = None if tokens is None else model(tokens).logits_BSV
     sums: dict[str, str] = {}
     for name, tensor in named_tensors(model).items():
         if name.endswith("experts.w_down"):
-            (first, *rest), local = local_box(tensor)
+            (first, *_), local = local_box(tensor)
             if local.shape[1:] == tensor.shape[1:]:
                 for index in range(local.shape[0]):
                     sums[f"{name}/{first + index}"] = checksum(local[index])

@@ -178,7 +178,7 @@ def test_published_models_survive_config_json(name):
 
 
 def test_unknown_keys_are_reported(tmp_path):
-    _, config = write_folder(tmp_path / "hf", "qwen3_moe", torch.float32)
+    write_folder(tmp_path / "hf", "qwen3_moe", torch.float32)
     raw = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(raw | {"frobnicate": 3}))
     source = open_source(tmp_path / "hf")
