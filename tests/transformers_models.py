@@ -1,8 +1,7 @@
 """Tiny random models of `transformers`, our ModelConfig of the same shape, and their weights under our names.
 
 `transformers` casts to fp32 inside its norms, routers and softmaxes whatever the model's dtype. `KeepDouble` lets those
-casts pass fp64 through, so that a comparison in fp64 can be held to 1e-10; its RoPE tables stay fp32, as ours are
-(DeepSeek-V2's are complex: made of sines and cosines like the others').
+casts pass fp64 through, so that a comparison in fp64 can be held to 1e-10; its RoPE tables stay fp32, as ours are.
 """
 
 from collections.abc import Callable
@@ -41,8 +40,9 @@ class KeepDouble(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.polar:
-            # Its fp32 sine differs from torch.sin's in the last bit.
-            return torch.complex(args[0] * args[1].cos(), args[0] * args[1].sin())
+            # Its cosine and sine are not those of `cos` and `sin` to the last bit of fp32: 1e-8 in the logits.
+            radius, angle = args
+            return torch.complex(radius * angle.cos(), radius * angle.sin())
         double = len(args) > 0 and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         if double and func is torch.Tensor.float:
             return args[0]
@@ -174,14 +174,13 @@ def deepseek_v3(q_lora_rank: int | None = 12, mscale: float = 0.8) -> tuple[nn.M
     return transformers.DeepseekV3ForCausalLM(hf), config
 
 
-def deepseek_v2() -> tuple[nn.Module, ModelConfig]:
-    """Softmax scores, groups by their best expert, no normalisation."""
+def deepseek_v2(q_lora_rank: int | None = 12) -> tuple[nn.Module, ModelConfig]:
+    """Softmax scores, groups by their best score, no normalisation, scores scaled by 16."""
     import transformers
 
-    common = {**COMMON, "num_key_value_heads": HEADS}
-    yarn = {"factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7}
+    yarn = {"factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.8, "mscale_all_dim": 0.9}
     hf = transformers.DeepseekV2Config(
-        **common,
+        **{**COMMON, "num_key_value_heads": HEADS},
         intermediate_size=40,
         moe_intermediate_size=F,
         n_routed_experts=E,
@@ -191,9 +190,8 @@ def deepseek_v2() -> tuple[nn.Module, ModelConfig]:
         topk_group=2,
         topk_method="group_limited_greedy",
         first_k_dense_replace=1,
-        routed_scaling_factor=1.5,
-        norm_topk_prob=False,
-        q_lora_rank=12,
+        routed_scaling_factor=16.0,
+        q_lora_rank=q_lora_rank,
         kv_lora_rank=16,
         qk_nope_head_dim=12,
         qk_rope_head_dim=8,
@@ -210,7 +208,7 @@ def deepseek_v2() -> tuple[nn.Module, ModelConfig]:
         kind="mla",
         num_heads=HEADS,
         num_kv_heads=HEADS,
-        q_lora_rank=12,
+        q_lora_rank=q_lora_rank or 0,
         kv_lora_rank=16,
         qk_nope_head_dim=12,
         qk_rope_head_dim=8,
@@ -221,49 +219,16 @@ def deepseek_v2() -> tuple[nn.Module, ModelConfig]:
         top_k=K,
         expert_dim=F,
         shared_expert_dim=2 * F,
+        score_function="softmax",
         normalize_topk=False,
-        route_scale=1.5,
+        route_scale=16.0,
         num_groups=4,
         top_groups=2,
         group_score="max",
     )
     rope = RopeConfig(scaling="yarn", original_seq_len=ORIGINAL_LEN, interleaved=True, **yarn)
-    config = _config(attention, rope, moe, num_dense_layers=1, ffn_dim=40, norm_eps=1e-6)
+    config = _config(attention, rope, moe, num_dense_layers=1, ffn_dim=40)
     return transformers.DeepseekV2ForCausalLM(hf), config
-
-
-def qwen3_dense() -> tuple[nn.Module, ModelConfig]:
-    """No experts: what upcycling starts from. Embedding and head are one."""
-    import transformers
-
-    common = {**COMMON, "tie_word_embeddings": True}
-    rope = {"rope_type": "default", "rope_theta": 1e6}
-    hf = transformers.Qwen3Config(**common, head_dim=HEAD_DIM, intermediate_size=F, rope_parameters=rope)
-    config = _config(
-        AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, qk_norm="head"),
-        RopeConfig(theta=1e6),
-        MoEConfig(),
-        num_dense_layers=LAYERS,
-        ffn_dim=F,
-        tie_embeddings=True,
-    )
-    return transformers.Qwen3ForCausalLM(hf), config
-
-
-def llama() -> tuple[nn.Module, ModelConfig]:
-    """No experts: what upcycling starts from."""
-    import transformers
-
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    hf = transformers.LlamaConfig(**COMMON, intermediate_size=F, rope_parameters=rope)
-    config = _config(
-        AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=D // HEADS),
-        RopeConfig(),
-        MoEConfig(),
-        num_dense_layers=LAYERS,
-        ffn_dim=F,
-    )
-    return transformers.LlamaForCausalLM(hf), config
 
 
 def gpt_oss() -> tuple[nn.Module, ModelConfig]:
@@ -303,12 +268,46 @@ def gpt_oss() -> tuple[nn.Module, ModelConfig]:
     return transformers.GptOssForCausalLM(hf), _config(attention, rope, moe, norm_eps=1e-5)
 
 
+def qwen3_dense() -> tuple[nn.Module, ModelConfig]:
+    """No experts: what upcycling starts from. Embedding and head are one."""
+    import transformers
+
+    common = {**COMMON, "tie_word_embeddings": True}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    hf = transformers.Qwen3Config(**common, head_dim=HEAD_DIM, intermediate_size=F, rope_parameters=rope)
+    config = _config(
+        AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, qk_norm="head"),
+        RopeConfig(theta=1e6),
+        MoEConfig(),
+        num_dense_layers=LAYERS,
+        ffn_dim=F,
+        tie_embeddings=True,
+    )
+    return transformers.Qwen3ForCausalLM(hf), config
+
+
+def llama() -> tuple[nn.Module, ModelConfig]:
+    """No experts: what upcycling starts from."""
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    hf = transformers.LlamaConfig(**COMMON, intermediate_size=F, rope_parameters=rope)
+    config = _config(
+        AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=D // HEADS),
+        RopeConfig(),
+        MoEConfig(),
+        num_dense_layers=LAYERS,
+        ffn_dim=F,
+    )
+    return transformers.LlamaForCausalLM(hf), config
+
+
 FAMILIES = {
     "qwen3_moe": qwen3_moe,
     "mixtral": mixtral,
     "olmoe": olmoe,
-    "deepseek_v3": deepseek_v3,
     "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
     "gpt_oss": gpt_oss,
 }
 DENSE = {"qwen3": qwen3_dense, "llama": llama}

@@ -266,6 +266,8 @@ class _Plan:
             if not pieces:
                 notes.append(f"{family.model_types[0]} has no place for {name}: it is not in the export")
             wanted |= {piece.theirs: piece.shape for piece in pieces}
+        if stored and (dropped := [name for name in stored if name not in wanted]):
+            notes.append(f"{len(dropped)} tensors of the source are not in the export: {some(dropped)}")
         dtypes = {name: _dtype(name, export, kept) for name in wanted}
         if stored and {name: entry.shape for name, entry in kept.layout.entries.items()} == wanted:  # type: ignore[union-attr]
             return _Plan(raw, kept.layout, notes)  # type: ignore[union-attr]

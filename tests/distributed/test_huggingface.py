@@ -12,13 +12,18 @@ from parallel.config import ParallelConfig
 from parallel.init import local_box
 from parallel.mesh import build_mesh
 from tests.distributed.harness import run_workers
-from tests.transformers_models import FAMILIES, E, KeepDouble, V, build_reference
+from tests.transformers_models import DENSE, FAMILIES, E, KeepDouble, V, build_reference
+from tests.transformers_models import convert as weights_of
 from trainer import hf_convert
 from trainer.build import build_model
+from trainer.checkpoint import load_weights
+from trainer.compose import load_config
 from trainer.config import Config, PrecisionConfig
 from trainer.hf_source import FOLDER, keep_source, kept_source
 from trainer.huggingface import Export, export_model, load_source, named_tensors, open_for_all
 from trainer.models.config import ModelConfig
+from trainer.models.transformer import Transformer
+from trainer.parity import full, named_parameters
 from trainer.peers import Peers
 
 # (ranks, layout): expert parallelism, with FSDP over its ranks, FSDP alone, replicas.
@@ -70,7 +75,46 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
+    return float((actual.detach() - expected.detach()).norm() / expected.detach().norm())
+
+
+def one_step(
+    folder: str, model_config: ModelConfig, parallel: ParallelConfig, tokens: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """This rank's loss over its sequences, and (on rank 0) every gradient of the whole batch."""
+    mesh = build_mesh(parallel, torch.device("cpu"))
+    config = Config(model=model_config, parallel=mesh.config, precision=PrecisionConfig(recipe="fp64"))
+    model = build_model(config, mesh)
+    peers = Peers(60)
+    load_source(open_for_all(folder, peers), model, model_config, peers)
+    mine = tokens.chunk(mesh.batch_size)[mesh.batch_rank]
+    loss = model(mine, labels_BS=mine.roll(-1, dims=1)).loss_sum
+    loss.backward()
+    gradients = {name: full(parameter.grad) for name, parameter in named_parameters(model)}
+    peers.close()
+    return loss.detach(), gradients if mesh.rank == 0 else {}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("layout", ["ep2", "ep2-fsdp2"])
+def test_loss_and_gradients_in_a_layout(tmp_path, name, layout):
+    """fp64, 1e-10; other sequences on every rank, gradients are sums."""
+    reference, config = build_reference(name, torch.float64)
+    reference.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
+    tokens = torch.randint(0, V, (4, 40), generator=torch.Generator().manual_seed(4))
+    with KeepDouble():
+        logits = reference(tokens).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), tokens.roll(-1, dims=1).flatten(), reduction="sum"
+        )
+    loss.backward()
+    world, parallel = LAYOUTS[layout]
+    results = run_workers(one_step, world, str(tmp_path / "hf"), config, parallel, tokens)
+    assert error(torch.stack([part for part, _ in results]).sum(), loss) < 1e-10
+    expected = weights_of(reference, config, gradients=True)
+    assert results[0][1].keys() == expected.keys()
+    for parameter, gradient in results[0][1].items():
+        assert error(gradient, expected[parameter]) < 1e-10, parameter
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -142,6 +186,55 @@ def test_conversion_there_and_back(tmp_path, name, world):
     run_workers(convert, world, str(tmp_path / "hf"), str(tmp_path / "run"), str(tmp_path / "back"))
     assert files(tmp_path / "back") == files(tmp_path / "hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "run"]
+
+
+def upcycle(folder: str, out: str, noise: float) -> None:
+    peers = Peers(60)
+    hf_convert.upcycle_folder(folder, out, peers, num_experts=4, top_k=2, noise=noise, seed=7)
+    peers.close()
+
+
+def weights_in(run: Path) -> dict[str, torch.Tensor]:
+    model = Transformer(load_config(run / "config.yaml").model).to(torch.float64)
+    load_weights(run, model)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_upcycled_first_loss_is_the_dense_one(tmp_path, name):
+    """fp64, 1e-10: whatever the routers say, the experts' weights of a token sum to 1."""
+    reference, _ = build_reference(name, torch.float64)
+    reference.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
+    run_workers(upcycle, 2, str(tmp_path / "hf"), str(tmp_path / "run"), 0.0)
+    config = load_config(tmp_path / "run" / "config.yaml").model
+    assert (config.moe.num_experts, config.moe.top_k, config.num_dense_layers) == (4, 2, 0)
+    config.moe.backend = "reference"
+    model = Transformer(config).to(torch.float64)
+    load_weights(tmp_path / "run", model)
+    tokens = torch.randint(0, V, (2, 40), generator=torch.Generator().manual_seed(3))
+    labels = tokens.roll(-1, dims=1)
+    with torch.no_grad(), KeepDouble():
+        logits = reference(tokens).logits
+        out = model(tokens, labels_BS=labels)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert error(out.loss_sum, expected) < 1e-10
+    # Tokens do go to different experts.
+    assert (out.tokens_per_expert_LE > 0).sum() > config.num_layers * 2
+
+
+def test_upcycling_with_noise(tmp_path):
+    """Every expert gets its own, of the size that was asked for, the same at any number of processes."""
+    reference, _ = build_reference("qwen3", torch.float32)
+    reference.save_pretrained(tmp_path / "hf")
+    for world in (1, 2):
+        run_workers(upcycle, world, str(tmp_path / "hf"), str(tmp_path / f"run-{world}"), 0.5)
+    weights, other = weights_in(tmp_path / "run-1"), weights_in(tmp_path / "run-2")
+    assert all(torch.equal(weights[name], other[name]) for name in weights)
+    stack = weights["layers.1.moe.experts.w_gate_up"]
+    noise = stack[:, 0] - reference.state_dict()["model.layers.1.mlp.gate_proj.weight"]
+    # 0.5 x initializer_range 0.02; 4 x 768 draws, so the estimate is within a few per cent.
+    assert abs(float(noise.std()) / 0.01 - 1) < 0.1
+    assert not torch.equal(noise[0], noise[1])
 
 
 def fail(folder: str, out: str) -> str:

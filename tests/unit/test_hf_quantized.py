@@ -100,6 +100,9 @@ def test_gpt_oss_mxfp4(tmp_path, monkeypatch):
     assert torch.equal(ours[:, 1], gate_up[..., 1::2].transpose(1, 2))
     down = meant["model.layers.1.mlp.experts.down_proj"].float()
     assert torch.equal(weights["layers.1.moe.experts.w_down"], down.transpose(1, 2))
+    name = "model.layers.1.mlp.experts.down_proj"
+    part = open_source(folder).tensors().read(name, [(2, 3), (5, 19), (7, 9)])
+    assert torch.equal(part, meant[name][2:3, 5:19, 7:9].float())
     exported = round_trip(folder, config, tmp_path)
     for name, value in meant.items():
         assert exported[name].dtype == torch.bfloat16 and torch.equal(exported[name], value), name

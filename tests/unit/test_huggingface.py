@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.transformers_models import DENSE, FAMILIES, E, K, KeepDouble, V, build_reference, convert
+from trainer.compose import compose
 from trainer.hf_config import choose_family, config_json, differences, model_config
 from trainer.hf_families import FAMILIES as FORMATS
 from trainer.hf_source import FOLDER, keep_source, kept_source, open_source
+from trainer.hf_upcycle import upcycled_config
 from trainer.huggingface import Export, export_model, load_source, named_tensors
 from trainer.models.families import FAMILIES as PUBLISHED
 from trainer.models.families import load_family
@@ -308,6 +310,52 @@ def test_a_bias_without_a_place_is_told_of(tmp_path):
     notes = load_source(open_source(tmp_path / "out"), model, config, PEERS).notes
     assert any("start anew (zeros): layers.1.moe.expert_bias" in note for note in notes)
     assert not model.layers["1"].moe.expert_bias.any()
+
+
+def test_multi_token_prediction_and_a_tied_head_are_left_out_aloud(tmp_path):
+    """Both are told of on the way in, and again on the way out."""
+    _, config = write_folder(tmp_path / "hf", "deepseek_v3", torch.float32)
+
+    def add(tensors):
+        tensors["model.layers.3.eh_proj.weight"] = torch.zeros(2, 2)
+
+    edit(tmp_path / "hf", add)
+    model = Transformer(config)
+    notes = load_source(open_source(tmp_path / "hf"), model, config, PEERS).notes
+    assert any("left out (multi-token prediction" in note and "layers.3.eh_proj" in note for note in notes)
+    keep_source(open_source(tmp_path / "hf"), tmp_path / FOLDER)
+    notes = export(tmp_path / "out", model, config, kept_source(tmp_path)).notes
+    assert any("1 tensors of the source are not in the export: model.layers.3.eh_proj.weight" in n for n in notes)
+
+    reference, config = build_reference("qwen3", torch.float32)
+    reference.save_pretrained(tmp_path / "tied")
+    tensors = load_file(tmp_path / "tied" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "tied" / "model.safetensors")
+    notes = load_source(open_source(tmp_path / "tied"), Transformer(config), config, PEERS).notes
+    assert notes == [f"1 tensors of {tmp_path / 'tied'} are left out (tied to the embedding): lm_head.weight"]
+
+
+def test_upcycling_mistakes():
+    _, dense = build_reference("llama", torch.float32)
+    _, sparse = build_reference("mixtral", torch.float32)
+    with pytest.raises(ValueError, match="has experts already"):
+        upcycled_config(sparse, 8, 2)
+    with pytest.raises(ValueError, match="top_k=9 must be from 1"):
+        upcycled_config(dense, 8, 9)
+
+
+def test_convert_hf_says_what_is_wrong(tmp_path, capsys):
+    from scripts.convert_hf import main
+
+    assert main(["config", str(tmp_path / "nowhere")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    write_folder(tmp_path / "hf", "gpt_oss", torch.float32)
+    capsys.readouterr()
+    assert main(["config", str(tmp_path / "hf"), "--output", str(tmp_path / "c" / "model" / "mine.yaml")]) == 0
+    _, config = build_reference("gpt_oss", torch.float32)
+    written = compose(["model=mine"], str(tmp_path / "c")).model
+    assert differences(config, written, FORMATS["gpt_oss"]) == []
 
 
 def test_a_model_no_format_can_express(tmp_path):

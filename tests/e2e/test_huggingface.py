@@ -1,0 +1,124 @@
+"""README, "Start from a Hugging Face checkpoint": its commands run as they are written, on tiny models."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.runs import ROOT, Bench
+from tests.transformers_models import COMMON, build_reference
+from trainer.checkpoint import load_weights
+from trainer.compose import load_config
+from trainer.models.transformer import Transformer
+from trainer.tokenizer import END_OF_TEXT, Tokenizer, read_tokenizer
+
+VOCAB = 288
+TEXT = "def add(a, b):\n    return a + b\n"
+
+
+def commands() -> list[str]:
+    """The shell lines of the section, continued lines joined."""
+    section = (ROOT / "README.md").read_text().split("## Start from a Hugging Face checkpoint\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"```sh\n(.*?)```", section, re.S)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def byte_tokenizer() -> Tokenizer:
+    import tokenizers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(alphabet)}
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.add_special_tokens([END_OF_TEXT])
+    return Tokenizer(bpe.to_str(), END_OF_TEXT, "bytes")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the models and the text that the README speaks of, after its commands have run there."""
+    place = tmp_path_factory.mktemp("readme")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.transformers_models.V", VOCAB)
+        patch.setitem(COMMON, "vocab_size", VOCAB)
+        for folder, name in (("my_model", "qwen3_moe"), ("my_dense_model", "llama")):
+            reference, _ = build_reference(name, torch.float32)
+            reference.save_pretrained(place / folder, max_shard_size="60KB")
+            byte_tokenizer().save(place / folder, for_transformers=True)
+    (place / "my_text").mkdir()
+    for index in range(20):
+        (place / "my_text" / f"{index}.txt").write_text(TEXT * 20)
+    for name in ("scripts", "trainer", "parallel", "moe", "comms", "configs"):
+        (place / name).symlink_to(ROOT / name)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    for command in commands():
+        done = subprocess.run(command, shell=True, cwd=place, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    yield place
+
+
+def our_logits(run: Path, tokens: torch.Tensor) -> torch.Tensor:
+    config = load_config(run / "config.yaml").model
+    model = Transformer(config)
+    load_weights(run, model)
+    with torch.no_grad():
+        return model(tokens).logits_BSV
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "folder"), [("runs/tuned", "runs/tuned/hf"), ("my_upcycled", "my_upcycled_hf")])
+def test_transformers_opens_the_result(place, run, folder):
+    """Tokenizer and model; fp32 logits, 1e-5."""
+    import transformers
+
+    text = TEXT.strip()
+    tokens = transformers.AutoTokenizer.from_pretrained(place / folder)(text)["input_ids"]
+    assert tokens == read_tokenizer(place / "my_model").encode(text)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        place / folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
+    ours = our_logits(place / run, torch.tensor([tokens]))
+    with torch.no_grad():
+        theirs = model(torch.tensor([tokens])).logits
+    assert (ours - theirs).norm() / theirs.norm() < 1e-5
+
+
+@pytest.mark.slow
+def test_training_moved_the_weights_and_nothing_else(place):
+    """Same files, names, shapes and config.json as the folder it started from; the first loss was not that of noise."""
+    before, after = place / "my_model", place / "runs" / "tuned" / "hf"
+    assert sorted(path.name for path in before.iterdir()) == sorted(path.name for path in after.iterdir())
+    changed = [path.name for path in before.iterdir() if path.read_bytes() != (after / path.name).read_bytes()]
+    assert changed and all(name.endswith(".safetensors") for name in changed)
+    assert (place / "my_imported" / "checkpoints" / "latest").read_text().strip() == "step_00000000"
+
+
+def test_a_wrong_folder_is_a_mistake(bench: Bench, tmp_path):
+    """Exit code 2, before anything is trained."""
+    reference, _ = build_reference("mixtral", torch.float32)
+    reference.save_pretrained(tmp_path)
+    attempt = bench.alone("wrong-folder", f"checkpoint.init_from=hf:{tmp_path}")
+    assert (
+        attempt.code == 2 and "is another model (mixtral) than this run's: model.attention.head_dim=16" in attempt.err
+    )
+    assert json.loads((bench.path("wrong-folder") / "status.json").read_text())["state"] == "failed"
+
+
+def test_export_of_what_no_format_has_is_refused_at_once(bench: Bench):
+    attempt = bench.alone("no-format", "checkpoint.export_hf=true", "model.moe.score_function=sigmoid")
+    assert attempt.code == 2 and "checkpoint.export_hf=true: no Hugging Face format" in attempt.err
+    assert not bench.path("no-format").exists()
