@@ -25,7 +25,7 @@ from trainer.build import meta_model
 from trainer.checkpoint import Checkpointer, open_checkpoint
 from trainer.checkpoint_files import CheckpointReader
 from trainer.compose import config_to_yaml, load_config
-from trainer.config import CheckpointConfig, Config
+from trainer.config import CheckpointConfig, Config, TrainConfig
 from trainer.hf_pieces import Part
 from trainer.hf_run import run_folder
 from trainer.hf_source import FOLDER, Source, keep_source, kept_source
@@ -36,6 +36,8 @@ from trainer.peers import Peers
 from trainer.safetensors_stream import DTYPES
 from trainer.tokenizer import read_tokenizer
 from trainer.train_state import MODEL
+
+MAX_CONTEXT = 4096
 
 Fill = Callable[[nn.Module], Transfer]
 
@@ -120,7 +122,9 @@ def _write_run(
         raise FileExistsError(f"{out} exists; choose another folder")
     partial = peers.from_rank0(lambda: _make(out.with_name(f"{out.name}.partial.{secrets.token_hex(4)}")))
     try:
-        config = Config(model=model_config)
+        # Generation sees as much as the model does, within reason.
+        seq_len = min(model_config.max_seq_len, MAX_CONTEXT)
+        config = Config(model=model_config, train=TrainConfig(seq_len=seq_len))
         model = meta_model(config, dtype or stored_dtype(source))
         with peers.together():
             _allocate(model, partial / "scratch")

@@ -354,7 +354,8 @@ def test_convert_hf_says_what_is_wrong(tmp_path, capsys):
     capsys.readouterr()
     assert main(["config", str(tmp_path / "hf"), "--output", str(tmp_path / "c" / "model" / "mine.yaml")]) == 0
     _, config = build_reference("gpt_oss", torch.float32)
-    written = compose(["model=mine"], str(tmp_path / "c")).model
+    words = ["data=python_stdlib", "data.tokenizer=some/folder", "train.seq_len=64"]
+    written = compose([*words, "model=mine"], str(tmp_path / "c")).model
     assert differences(config, written, FORMATS["gpt_oss"]) == []
 
 
