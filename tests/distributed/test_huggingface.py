@@ -219,7 +219,7 @@ def anonymous_megabytes() -> float:
 
 
 def test_one_process_needs_no_room_for_the_model(tmp_path):
-    """A model of 126 MB; measured below 20 MB on import, imports of modules included, and 21 MB on export: one stack."""
+    """A model of 126 MB; measured below 20 MB on import and 21 MB on export: one stack of experts."""
     import transformers
 
     hf = transformers.Qwen3MoeConfig(
