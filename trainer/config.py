@@ -83,7 +83,7 @@ class DataConfig:
     train: dict[str, SourceConfig] = field(default_factory=dict)
     # Named held-out sets, each evaluated on its own.
     eval: dict[str, SourceConfig] = field(default_factory=dict)
-    # Sequences per evaluation set; 0 means the whole set.
+    # Sequences per evaluation set, spread evenly over it; 0 means the whole set.
     eval_samples: int = 0
     # A folder or file in Hugging Face `tokenizers` format, or `train` to train a byte-level BPE on the text sources.
     tokenizer: str = "train"
