@@ -144,7 +144,10 @@ class TrainLoader:
 
 
 class EvalSet:
-    """A held-out set, read in order; every data rank gets equally many batches, the last filled up with padding."""
+    """A held-out set, read in order; every data rank gets equally many batches, the last filled up with padding.
+
+    Where data.eval_samples asks for a part, its rows lie evenly over the set: the first ones would be a few files.
+    """
 
     def __init__(self, name: str, source: PackedSource, config: Config, dp_rank: int, dp_size: int) -> None:
         limit = config.data.eval_samples
@@ -165,7 +168,11 @@ class EvalSet:
         for step in range(len(self)):
             start = (step * self._dp_size + self._dp_rank) * micro
             ids = [i if i < self.num_samples else PADDING_SAMPLE for i in range(start, start + micro)]
-            yield collate([empty_row(self._seq_len) if i < 0 else self._source.row(i) for i in ids], ids)
+            yield collate([empty_row(self._seq_len) if i < 0 else self._source.row(self._place(i)) for i in ids], ids)
+
+    def _place(self, sample: int) -> int:
+        """The row of the set that is this sample."""
+        return sample * self._source.num_samples // self.num_samples
 
 
 def build_train_loader(config: Config, tokenizer: Tokenizer, dp_rank: int, dp_size: int) -> TrainLoader:

@@ -61,6 +61,7 @@ class JsonLines:
             data = data[os.write(self._file, data) :]
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._file)
 
 
@@ -107,6 +108,7 @@ class MetricsFile:
         return record
 
     def close(self) -> None:
+        """Close the file."""
         self._lines.close()
 
 

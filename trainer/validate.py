@@ -182,9 +182,11 @@ def _check_model(config: Config) -> None:
             f"train.seq_len={train.seq_len} exceeds model.max_seq_len={model.max_seq_len}; "
             f"nearest legal: train.seq_len={model.max_seq_len}, or raise model.max_seq_len"
         )
-    if model.rope.scaling == "yarn" and model.rope.factor <= 1:
-        factor = model.rope.factor
+    factor = model.rope.factor
+    if model.rope.scaling == "yarn" and factor <= 1:
         raise ValueError(f"model.rope.factor={factor} stretches nothing; set it above 1, or model.rope.scaling=none")
+    if model.rope.scaling == "none" and factor != 1:
+        raise ValueError(f"model.rope.factor={factor} does nothing with model.rope.scaling=none; set scaling=yarn")
 
 
 def _check_moe(moe: MoEConfig) -> None:
@@ -200,6 +202,11 @@ def _check_moe(moe: MoEConfig) -> None:
             f"nearest legal: {legal}"
         )
     _check_groups(moe)
+    if moe.top_k == 1 and moe.normalize_topk and moe.num_experts > 1:
+        raise ValueError(
+            "model.moe.top_k=1 with model.moe.normalize_topk=true gives every chosen expert the weight 1, and the "
+            "router no gradient from the loss; set model.moe.normalize_topk=false"
+        )
     if moe.bias_update_rate and not moe.expert_bias:
         raise ValueError(
             f"model.moe.bias_update_rate={moe.bias_update_rate} moves nothing while model.moe.expert_bias=false; "
@@ -271,6 +278,9 @@ def _check_source(key: str, name: str, source: SourceConfig) -> None:
         raise ValueError(f"{key}: {name!r} becomes part of metric names; use letters, digits, '_' and '-' only")
     if not source.paths:
         raise ValueError(f"{key}.paths is empty; name files, for example {key}.paths=[/data/*.txt]")
+    kept = source.hash_range
+    if len(kept) != 2 or not 0 <= kept[0] < kept[1] <= 1:
+        raise ValueError(f"{key}.hash_range={kept}: must be [from, to] with 0 <= from < to <= 1, like [0.0,0.99]")
 
 
 def _check_optim(config: Config) -> None:

@@ -7,6 +7,8 @@ from moe.config import MoEConfig
 
 @dataclass
 class AttentionConfig:
+    """One attention layer: grouped-query (gqa) or latent (mla)."""
+
     # gqa | mla
     kind: str = "gqa"
     num_heads: int = 8
@@ -36,6 +38,8 @@ class AttentionConfig:
 
 @dataclass
 class RopeConfig:
+    """Rotary position embedding."""
+
     theta: float = 10000.0
     # none | yarn
     scaling: str = "none"
@@ -54,6 +58,8 @@ class RopeConfig:
 
 @dataclass
 class ModelConfig:
+    """A whole architecture."""
+
     # Free text; the family and size.
     name: str = "custom"
     vocab_size: int = 4096
