@@ -39,6 +39,10 @@ class KeepDouble(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.polar:
+            # Its cosine and sine are not those of `cos` and `sin` to the last bit of fp32: 1e-8 in the logits.
+            radius, angle = args
+            return torch.complex(radius * angle.cos(), radius * angle.sin())
         double = len(args) > 0 and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         if double and func is torch.Tensor.float:
             return args[0]
@@ -170,6 +174,108 @@ def deepseek_v3(q_lora_rank: int | None = 12, mscale: float = 0.8) -> tuple[nn.M
     return transformers.DeepseekV3ForCausalLM(hf), config
 
 
+def deepseek_v2(q_lora_rank: int | None = 12) -> tuple[nn.Module, ModelConfig]:
+    """Softmax scores, groups by their best score, no normalisation, scores scaled by 16."""
+    import transformers
+
+    yarn = {"factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.8, "mscale_all_dim": 0.9}
+    hf = transformers.DeepseekV2Config(
+        **{**COMMON, "num_key_value_heads": HEADS},
+        intermediate_size=40,
+        moe_intermediate_size=F,
+        n_routed_experts=E,
+        num_experts_per_tok=K,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        first_k_dense_replace=1,
+        routed_scaling_factor=16.0,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        rms_norm_eps=1e-6,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": ORIGINAL_LEN,
+            **yarn,
+        },
+    )
+    attention = AttentionConfig(
+        kind="mla",
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        q_lora_rank=q_lora_rank or 0,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+    )
+    moe = MoEConfig(
+        num_experts=E,
+        top_k=K,
+        expert_dim=F,
+        shared_expert_dim=2 * F,
+        score_function="softmax",
+        normalize_topk=False,
+        route_scale=16.0,
+        num_groups=4,
+        top_groups=2,
+        group_score="max",
+    )
+    rope = RopeConfig(scaling="yarn", original_seq_len=ORIGINAL_LEN, interleaved=True, **yarn)
+    config = _config(attention, rope, moe, num_dense_layers=1, ffn_dim=40)
+    return transformers.DeepseekV2ForCausalLM(hf), config
+
+
+def llama4(attn_scale: float = 0.3) -> tuple[nn.Module, ModelConfig]:
+    """Two layers with RoPE and chunks, then one without, whose temperature changes within the tests' 40 tokens."""
+    import transformers
+
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    hf = transformers.Llama4TextConfig(
+        **COMMON,
+        head_dim=HEAD_DIM,
+        intermediate_size=F,
+        num_local_experts=E,
+        num_experts_per_tok=1,
+        no_rope_layer_interval=3,
+        attention_chunk_size=12,
+        floor_scale=8,
+        attn_scale=attn_scale,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": ORIGINAL_LEN,
+            **llama3,
+        },
+    )
+    attention = AttentionConfig(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        qk_norm="l2",
+        nope_every=3,
+        chunk_size=12,
+        temperature_scale=attn_scale,
+        temperature_floor=8,
+    )
+    moe = MoEConfig(
+        num_experts=E,
+        top_k=1,
+        expert_dim=F,
+        shared_expert_dim=F,
+        score_function="sigmoid",
+        normalize_topk=False,
+        scores_before_experts=True,
+    )
+    rope = RopeConfig(theta=1e4, scaling="llama3", original_seq_len=ORIGINAL_LEN, interleaved=True, **llama3)
+    return transformers.Llama4ForCausalLM(hf), _config(attention, rope, moe, norm_eps=1e-5)
+
+
 def gpt_oss() -> tuple[nn.Module, ModelConfig]:
     import transformers
 
@@ -207,7 +313,15 @@ def gpt_oss() -> tuple[nn.Module, ModelConfig]:
     return transformers.GptOssForCausalLM(hf), _config(attention, rope, moe, norm_eps=1e-5)
 
 
-FAMILIES = {"qwen3_moe": qwen3_moe, "mixtral": mixtral, "olmoe": olmoe, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
+FAMILIES = {
+    "qwen3_moe": qwen3_moe,
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "gpt_oss": gpt_oss,
+    "llama4": llama4,
+}
 
 
 def _config(attention: AttentionConfig, rope: RopeConfig, moe: MoEConfig, **rest: Any) -> ModelConfig:
@@ -245,6 +359,8 @@ RENAMES = [
     ("q_a_layernorm", "q_norm"),
     ("kv_a_layernorm", "kv_norm"),
     ("kv_a_proj_with_mqa", "wkv_a"),
+    ("feed_forward.", "mlp."),
+    ("mlp.shared_expert.", "mlp.shared_experts."),
     ("mlp.gate.e_score_correction_bias", "moe.expert_bias"),
     ("mlp.gate.", "moe.router."),
     ("mlp.router.", "moe.router."),
@@ -275,8 +391,9 @@ def convert(reference: nn.Module, config: ModelConfig, *, gradients: bool = Fals
 
 
 def _expert_layout(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    gpt_oss_layout = config.moe.activation == "clamped_swiglu"  # (E, in, out), gate and up alternate
-    if gpt_oss_layout and ".experts.w_" in name:
+    gpt_oss_layout = config.moe.activation == "clamped_swiglu"  # gate and up alternate
+    # gpt-oss and Llama 4: (E, in, out)
+    if (gpt_oss_layout or config.moe.scores_before_experts) and ".experts.w_" in name:
         tensor = tensor.transpose(1, 2)
     if "gate_up" not in name:
         return tensor

@@ -8,11 +8,12 @@ recomputation nor padding nor the embedding look-up. So per token
     6 * N_active + 6 * sum over layers of S_layer * heads * (query/key head dim + value head dim)
 
 N_active: weights of the matrix products that one token passes through (its top_k experts, the output head).
-S_layer = S, or the window of a sliding-window layer: the zeros above the diagonal of causal attention are counted as
-if they were computed. This is the convention of PaLM (arXiv:2204.02311, appendix B) and of torchtitan, whose figures
-ours are compared with; causal=True counts the lower half alone.
+S_layer = S, or the window or chunk of a layer that has one: the zeros above the diagonal of causal attention are
+counted as if they were computed. This is the convention of PaLM (arXiv:2204.02311, appendix B) and of torchtitan, whose
+figures ours are compared with; causal=True counts the lower half alone.
 """
 
+from trainer.models.attention import layer_chunk, layer_window
 from trainer.models.config import ModelConfig
 
 # Dense bf16 TFLOP/s from the vendors' data sheets, by a part of the card's name; the first that fits.
@@ -81,10 +82,12 @@ def _attention_flops(config: ModelConfig, seq_len: int, causal: bool) -> float:
 
 def _mean_keys(config: ModelConfig, layer: int, seq_len: int, causal: bool) -> float:
     """Keys that a query of this layer is counted with."""
-    attention = config.attention
-    windowed = attention.sliding_window and (attention.sliding_window_layers == "all" or layer % 2 == 0)
-    window = min(seq_len, attention.sliding_window) if windowed else seq_len
+    chunk = min(layer_chunk(config.attention, layer) or seq_len, seq_len)
+    window = min(layer_window(config.attention, layer) or chunk, chunk)
     if not causal:
         return window
+    if chunk < seq_len:
+        whole, rest = divmod(seq_len, chunk)
+        return (whole * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2) / seq_len
     # The first `window` queries see 1, 2, ... keys, the others `window`.
     return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len

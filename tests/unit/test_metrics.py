@@ -307,6 +307,16 @@ def test_flops_of_a_dense_model_by_hand() -> None:
     assert flops_per_token(model, 10) == 6 * weights + 3 * (2 * 2 * 4 * 3) * (4 + 10)
 
 
+def test_flops_of_chunked_layers_by_hand() -> None:
+    """Every third layer sees all 10 tokens; the others chunks of 4, 4 and 2."""
+    attention = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4, nope_every=3, chunk_size=4)
+    model = ModelConfig(vocab_size=11, dim=8, num_layers=3, num_dense_layers=3, ffn_dim=5, attention=attention)
+    keys = {False: 4 + 4 + 10, True: 2 * (10 + 10 + 3) / 10 + 5.5}
+    for causal, mean_keys in keys.items():
+        flops = flops_per_token(model, 10, causal=causal) - 6 * active_matmul_weights(model)
+        assert math.isclose(flops, 6 * 2 * (4 + 4) * mean_keys)
+
+
 def test_flops_of_experts_and_mla() -> None:
     model = ModelConfig(vocab_size=100, dim=8, num_layers=3, num_dense_layers=1, ffn_dim=16)
     model.moe = MoEConfig(num_experts=10, top_k=2, expert_dim=5, shared_expert_dim=7)
