@@ -99,6 +99,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "model.rope.original_seq_len": _POSITIVE,
     "model.rope.low_freq_factor": (_TINY, math.inf),
     "model.rope.high_freq_factor": (_TINY, math.inf),
+    "model.mtp.depth": _COUNT,
+    "model.mtp.loss_weight": (0, math.inf),
     "model.moe.num_experts": _POSITIVE,
     "model.moe.top_k": _POSITIVE,
     "model.moe.expert_dim": _POSITIVE,

@@ -12,9 +12,9 @@ from trainer.models.config import AttentionConfig, ModelConfig
 from trainer.models.inner_attention import (
     SequencePlan,
     _cumulative_lengths,
-    _document_starts,
     _plan_chunks,
     choose_backend,
+    document_starts,
     plan_sequences,
     reference_attention,
     sdpa_attention,
@@ -97,7 +97,7 @@ def test_given_positions_are_used():
 def test_cumulative_lengths(bound):
     """Sequences end documents; unused slots are documents of no tokens."""
     expected = [0, 5, 8, 9, 12, 24]
-    actual = _cumulative_lengths(B, S, _document_starts(IDS), bound, IDS.device)
+    actual = _cumulative_lengths(B, S, document_starts(IDS), bound, IDS.device)
     assert actual.dtype == torch.int32
     assert actual.tolist() == expected + [24] * ((bound or 5) - 5)
     assert _cumulative_lengths(B, S, None, None, IDS.device).tolist() == [0, 12, 24]
@@ -105,7 +105,7 @@ def test_cumulative_lengths(bound):
 
 def test_too_low_a_bound_on_documents_is_noticed():
     with pytest.raises(RuntimeError, match="max_documents"):
-        _cumulative_lengths(B, S, _document_starts(IDS), 4, IDS.device)
+        _cumulative_lengths(B, S, document_starts(IDS), 4, IDS.device)
 
 
 def test_backend_choice():
@@ -169,7 +169,7 @@ def test_chunks_are_documents_cut_further():
 def test_chunk_lengths_for_varlen(bound):
     """No chunk is longer than its size, whatever the documents; a static bound has room for all of them."""
     plan = SequencePlan("varlen", plan_for(IDS).positions_BS)
-    starts = _document_starts(IDS)
+    starts = document_starts(IDS)
     lengths = _plan_chunks(plan, B, S, starts, 2, bound).chunk_cu_seqlens_N
     ends = [0, 2, 4, 5, 7, 8, 9, 11, 12, 14, 16, 18, 20, 22, 24]
     assert lengths[: len(ends)].tolist() == ends and (lengths[len(ends) :] == 24).all()

@@ -255,6 +255,9 @@ def test_nothing_but_the_state_dict_needs_a_value():
         ("layers.0.moe.router.weight", "normal", 0.02),
         ("layers.0.moe.router.bias", "zeros", 0.0),
         ("layers.0.moe.expert_bias", "zeros", 0.0),
+        ("mtp.0.projection.weight", "normal", 0.02),
+        ("mtp.0.embedding_norm.weight", "ones", 0.0),
+        ("mtp.0.norm.weight", "ones", 0.0),
     ],
 )
 def test_init_rule(name, kind, std):

@@ -65,6 +65,14 @@ class RopeConfig:
 
 
 @dataclass
+class MultiTokenConfig:
+    # Blocks after the last that predict the tokens after the next one, in training only (DeepSeek-V3); 0 means none.
+    depth: int = 0
+    # What the mean of their losses is multiplied by.
+    loss_weight: float = 0.3
+
+
+@dataclass
 class ModelConfig:
     # Free text; the family and size.
     name: str = "custom"
@@ -82,3 +90,4 @@ class ModelConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+    mtp: MultiTokenConfig = field(default_factory=MultiTokenConfig)

@@ -87,7 +87,7 @@ def plan_sequences(
     chunked = 0 < config.chunk_size < S
     documents = document_ids_BS is not None or chunked
     backend = choose_backend(config, x_BSD.device, x_BSD.dtype, documents=documents)
-    starts_BS = None if document_ids_BS is None else _document_starts(document_ids_BS)
+    starts_BS = None if document_ids_BS is None else document_starts(document_ids_BS)
     if positions_BS is None:
         positions_BS = _default_positions(S, starts_BS, x_BSD.device)
     plan = SequencePlan(backend, positions_BS, None if document_ids_BS is None else document_ids_BS >= 0)
@@ -118,7 +118,7 @@ def _plan_chunks(
     return plan._replace(chunk_cu_seqlens_N=_cumulative_lengths(B, S, chunk_starts_BS, bound, device))
 
 
-def _document_starts(document_ids_BS: Tensor) -> Tensor:
+def document_starts(document_ids_BS: Tensor) -> Tensor:
     changes = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
     return F.pad(changes, (1, 0), value=True)
 
