@@ -282,7 +282,7 @@ def test_sizes_equal_the_published_ones(name):
         model = Transformer(load_family(name))
     count, published = count_parameters(model), FAMILIES[name]
     figures = (
-        (count.total, published.total, published.total_leaves_out),
+        (count.total + published.total_adds, published.total, published.total_leaves_out),
         (count.active, published.active, published.active_leaves_out),
     )
     for counted, printed, leaves_out in figures:
@@ -293,7 +293,12 @@ def test_sizes_equal_the_published_ones(name):
 
 @pytest.mark.parametrize(
     ("name", "config_class"),
-    [("mixtral_8x7b", "MixtralConfig"), ("gpt_oss_120b", "GptOssConfig"), ("deepseek_v3_671b", "DeepseekV3Config")],
+    [
+        ("mixtral_8x7b", "MixtralConfig"),
+        ("gpt_oss_120b", "GptOssConfig"),
+        ("deepseek_v3_671b", "DeepseekV3Config"),
+        ("llama4_scout", "Llama4TextConfig"),
+    ],
 )
 def test_sizes_equal_transformers_exactly(name, config_class):
     """These classes' defaults are the published models."""
@@ -303,6 +308,16 @@ def test_sizes_equal_transformers_exactly(name, config_class):
         theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)())
         ours = Transformer(load_family(name))
     assert count_parameters(ours).total == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+def test_multi_token_prediction_has_the_published_size():
+    """DeepSeek-V3's files hold 684,489,830,400 bf16 and fp8 weights (model page), embedding and head twice."""
+    with torch.device("meta"):
+        model = Transformer(load_family("deepseek_v3_671b"))
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    copies = model.tok_embeddings.weight.numel() + model.head.weight.numel()
+    assert everything - count_parameters(model).total == 11_610_067_968
+    assert everything + copies == 684_489_830_400
 
 
 def test_unknown_family_lists_the_known_ones():
