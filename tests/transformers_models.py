@@ -231,6 +231,51 @@ def deepseek_v2(q_lora_rank: int | None = 12) -> tuple[nn.Module, ModelConfig]:
     return transformers.DeepseekV2ForCausalLM(hf), config
 
 
+def llama4(attn_scale: float = 0.3) -> tuple[nn.Module, ModelConfig]:
+    """Two layers with RoPE and chunks, then one without, whose temperature changes within the tests' 40 tokens."""
+    import transformers
+
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    hf = transformers.Llama4TextConfig(
+        **COMMON,
+        head_dim=HEAD_DIM,
+        intermediate_size=F,
+        num_local_experts=E,
+        num_experts_per_tok=1,
+        no_rope_layer_interval=3,
+        attention_chunk_size=12,
+        floor_scale=8,
+        attn_scale=attn_scale,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": ORIGINAL_LEN,
+            **llama3,
+        },
+    )
+    attention = AttentionConfig(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        qk_norm="l2",
+        nope_every=3,
+        chunk_size=12,
+        temperature_scale=attn_scale,
+        temperature_floor=8,
+    )
+    moe = MoEConfig(
+        num_experts=E,
+        top_k=1,
+        expert_dim=F,
+        shared_expert_dim=F,
+        score_function="sigmoid",
+        normalize_topk=False,
+        scores_before_experts=True,
+    )
+    rope = RopeConfig(theta=1e4, scaling="llama3", original_seq_len=ORIGINAL_LEN, interleaved=True, **llama3)
+    return transformers.Llama4ForCausalLM(hf), _config(attention, rope, moe, norm_eps=1e-5)
+
+
 def gpt_oss() -> tuple[nn.Module, ModelConfig]:
     import transformers
 
@@ -309,6 +354,7 @@ FAMILIES = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "gpt_oss": gpt_oss,
+    "llama4": llama4,
 }
 DENSE = {"qwen3": qwen3_dense, "llama": llama}
 
@@ -354,6 +400,8 @@ RENAMES = [
     ("q_a_layernorm", "q_norm"),
     ("kv_a_layernorm", "kv_norm"),
     ("kv_a_proj_with_mqa", "wkv_a"),
+    ("feed_forward.", "mlp."),
+    ("mlp.shared_expert.", "mlp.shared_experts."),
     ("mlp.gate.e_score_correction_bias", "moe.expert_bias"),
     ("mlp.gate.", "moe.router."),
     ("mlp.router.", "moe.router."),
@@ -384,8 +432,9 @@ def convert(reference: nn.Module, config: ModelConfig, *, gradients: bool = Fals
 
 
 def _expert_layout(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    gpt_oss_layout = config.moe.activation == "clamped_swiglu"  # (E, in, out), gate and up alternate
-    if gpt_oss_layout and ".experts.w_" in name:
+    gpt_oss_layout = config.moe.activation == "clamped_swiglu"  # gate and up alternate
+    # gpt-oss and Llama 4: (E, in, out)
+    if (gpt_oss_layout or config.moe.scores_before_experts) and ".experts.w_" in name:
         tensor = tensor.transpose(1, 2)
     if "gate_up" not in name:
         return tensor

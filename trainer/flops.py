@@ -7,12 +7,14 @@ recomputation nor padding nor the embedding look-up. So per token
 
     6 * N_active + 6 * sum over layers of S_layer * heads * (query/key head dim + value head dim)
 
-N_active: weights of the matrix products that one token passes through (its top_k experts, the output head).
-S_layer = S, or the window of a sliding-window layer: the zeros above the diagonal of causal attention are counted as
-if they were computed. This is the convention of PaLM (arXiv:2204.02311, appendix B) and of torchtitan, whose figures
-ours are compared with; causal=True counts the lower half alone.
+N_active: weights of the matrix products that one token passes through (its top_k experts, the output head;
+the blocks for multi-token prediction, each with the head once more).
+S_layer = S, or the window or chunk of a layer that has one: the zeros above the diagonal of causal attention are
+counted as if they were computed. This is the convention of PaLM (arXiv:2204.02311, appendix B) and of torchtitan, whose
+figures ours are compared with; causal=True counts the lower half alone.
 """
 
+from trainer.models.attention import layer_chunk, layer_window
 from trainer.models.config import ModelConfig
 
 # Dense bf16 TFLOP/s from the vendors' data sheets, by a part of the card's name; the first that fits.
@@ -45,16 +47,18 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, causal: bool = False) 
 
 def active_matmul_weights(config: ModelConfig) -> int:
     """Weights that one token is multiplied with: no biases, norms or embedding, only top_k of the routed experts."""
-    num_moe_layers = config.num_layers - config.num_dense_layers
+    depth = config.mtp.depth
+    num_moe_layers = config.num_layers - config.num_dense_layers + depth
     dense = 3 * config.dim * config.ffn_dim
     moe = config.moe
     experts = 3 * config.dim * (moe.top_k * moe.expert_dim + moe.shared_expert_dim)
     router = config.dim * moe.num_experts
     return (
-        config.num_layers * _attention_weights(config)
+        (config.num_layers + depth) * _attention_weights(config)
         + config.num_dense_layers * dense
         + num_moe_layers * (experts + router)
-        + config.dim * config.vocab_size
+        + (1 + depth) * config.dim * config.vocab_size
+        + depth * 2 * config.dim * config.dim
     )
 
 
@@ -75,16 +79,18 @@ def _attention_flops(config: ModelConfig, seq_len: int, causal: bool) -> float:
     head_dims = 2 * attention.head_dim
     if attention.kind == "mla":
         head_dims = attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim
-    keys = sum(_mean_keys(config, layer, seq_len, causal) for layer in range(config.num_layers))
+    keys = sum(_mean_keys(config, layer, seq_len, causal) for layer in range(config.num_layers + config.mtp.depth))
     return 6.0 * attention.num_heads * head_dims * keys
 
 
 def _mean_keys(config: ModelConfig, layer: int, seq_len: int, causal: bool) -> float:
     """Keys that a query of this layer is counted with."""
-    attention = config.attention
-    windowed = attention.sliding_window and (attention.sliding_window_layers == "all" or layer % 2 == 0)
-    window = min(seq_len, attention.sliding_window) if windowed else seq_len
+    chunk = min(layer_chunk(config.attention, layer) or seq_len, seq_len)
+    window = min(layer_window(config.attention, layer) or chunk, chunk)
     if not causal:
         return window
+    if chunk < seq_len:
+        whole, rest = divmod(seq_len, chunk)
+        return (whole * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2) / seq_len
     # The first `window` queries see 1, 2, ... keys, the others `window`.
     return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len

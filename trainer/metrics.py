@@ -187,15 +187,17 @@ class RunMetrics:
 
 
 def _train_values(result: StepResult, lr: float | None) -> dict[str, float | None]:
-    losses = torch.stack([x.detach().double() for x in (result.loss, result.aux_loss, result.z_loss, result.grad_norm)])
-    loss, aux_loss, z_loss, grad_norm = losses.tolist()
-    return {
-        "train/loss": loss,
-        "train/aux_loss": aux_loss,
-        "train/z_loss": z_loss,
-        "train/grad_norm": grad_norm,
-        "train/lr": lr,
+    tensors = {
+        "train/loss": result.loss,
+        "train/aux_loss": result.aux_loss,
+        "train/z_loss": result.z_loss,
+        "train/grad_norm": result.grad_norm,
     }
+    if result.mtp_loss is not None:
+        tensors["train/mtp_loss"] = result.mtp_loss
+    # One copy from the device.
+    values = torch.stack([value.detach().double() for value in tensors.values()]).tolist()
+    return {**dict(zip(tensors, values, strict=True)), "train/lr": lr}
 
 
 def _moe_values(result: StepResult) -> dict[str, Any]:

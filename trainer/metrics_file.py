@@ -18,6 +18,8 @@ SCALARS = (
     "train/loss",
     "train/aux_loss",
     "train/z_loss",
+    # Of the tokens after the next one: mean over depths, without its weight.
+    "train/mtp_loss",
     # Before clipping.
     "train/grad_norm",
     "train/lr",

@@ -31,6 +31,7 @@ class Trace:
     initial: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     aux_losses: list[float] = field(default_factory=list)
+    mtp_losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     # Of the first step.
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -86,6 +87,7 @@ def trace_layout(
         result = train_step(model, optimizer, batches, mesh, config, keep_gradients)
         trace.losses.append(float(result.loss))
         trace.aux_losses.append(float(result.aux_loss + result.z_loss))
+        trace.mtp_losses.append(0.0 if result.mtp_loss is None else float(result.mtp_loss))
         trace.grad_norms.append(float(result.grad_norm))
         trace.dropped.append(int(result.dropped))
         if result.tokens_per_expert_LE is not None:
@@ -174,6 +176,7 @@ def compare(trace: Trace, reference: Trace, bound: float) -> list[Mismatch]:
         *_compare_tensors("final", trace.final, reference.final, bound),
         *_compare_numbers("loss", trace.losses, reference.losses, bound),
         *_compare_numbers("aux_loss", trace.aux_losses, reference.aux_losses, bound),
+        *_compare_numbers("mtp_loss", trace.mtp_losses, reference.mtp_losses, bound),
         *_compare_numbers("grad_norm", trace.grad_norms, reference.grad_norms, bound),
     ]
     for step, (ours, theirs) in enumerate(zip(trace.counts, reference.counts, strict=True)):

@@ -1,12 +1,13 @@
 """One optimizer step: the arithmetic that must not depend on the layout, in one place.
 
     loss = sum over all valid tokens of the global batch / their number   (+ auxiliary losses, already normalised)
+         + model.mtp.loss_weight * mean over depths of the same for the tokens further ahead, by their own number
 
 The divisor counts every data rank and every accumulation step, and is known before the first backward. Gradients are
 therefore plain sums (see parallel/fsdp.py), the norm is the norm of the global gradient, and the balancing bias moves
 once, by the counts of the whole batch.
 
-Shape suffixes: L MoE layers, E experts.
+Shape suffixes: L MoE layers, E experts, M depths of multi-token prediction.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from parallel.mesh import Mesh
 from trainer.config import Config
 from trainer.data import Batch
 from trainer.loss import count_valid
+from trainer.models.multi_token import labels_ahead
 from trainer.models.transformer import ModelOutput
 from trainer.optim import clip_grad_norm, ensure_gradients
 
@@ -43,6 +45,8 @@ class StepResult(NamedTuple):
     num_tokens: Tensor
     # False when the update was skipped.
     updated: bool
+    # Mean over depths of the mean cross-entropy per valid label of the tokens further ahead, without its weight.
+    mtp_loss: Tensor | None = None
 
 
 def train_step(
@@ -60,6 +64,7 @@ def train_step(
         may_update: asked with (loss, grad_norm) before the update; False leaves the weights as they are.
     """
     num_valid, num_tokens = global_counts(batches, mesh)
+    num_further_M = global_further_counts(batches, mesh, config)
     balance = BalanceScale(num_tokens, config.train.global_batch_size, len(batches))
     sums: Tensor | None = None
     counts: Tensor | None = None
@@ -67,8 +72,10 @@ def train_step(
         output = forward(model, batch, mesh.device, config.data.document_mask, balance)
         assert output.loss_sum is not None
         loss = output.loss_sum / num_valid.clamp(min=1)
-        (loss + output.aux_loss + output.z_loss).backward()
-        parts = torch.stack([part.detach().double() for part in (loss, output.aux_loss, output.z_loss, output.dropped)])
+        mtp_loss = _further_loss(output, num_further_M)
+        (loss + config.model.mtp.loss_weight * mtp_loss + output.aux_loss + output.z_loss).backward()
+        values = (loss, output.aux_loss, output.z_loss, output.dropped, mtp_loss)
+        parts = torch.stack([value.detach().double() for value in values])
         sums = parts if sums is None else sums + parts
         if output.tokens_per_expert_LE is not None:
             counts = output.tokens_per_expert_LE if counts is None else counts + output.tokens_per_expert_LE
@@ -83,7 +90,8 @@ def train_step(
         optimizer.step()
         move_expert_bias(model, counts)
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(sums[0], sums[1], sums[2], grad_norm, counts, sums[3], num_tokens, updated)
+    mtp_loss = None if num_further_M is None else sums[4]
+    return StepResult(sums[0], sums[1], sums[2], grad_norm, counts, sums[3], num_tokens, updated, mtp_loss)
 
 
 def forward(
@@ -120,6 +128,28 @@ def global_counts(batches: Sequence[Batch], mesh: Mesh) -> tuple[Tensor, Tensor]
     counts = torch.stack([valid, tokens]).to(mesh.device)
     sum_over_data(counts, mesh)
     return counts[0], counts[1]
+
+
+def global_further_counts(batches: Sequence[Batch], mesh: Mesh, config: Config) -> Tensor | None:
+    """(M,) valid labels of the global batch at each depth of multi-token prediction; None without it."""
+    if config.model.mtp.depth == 0:
+        return None
+    counts_M = torch.zeros(config.model.mtp.depth, dtype=torch.int64)
+    for batch in batches:
+        ids_BS = batch.document_ids_BS if config.data.document_mask else None
+        for depth in range(len(counts_M)):
+            counts_M[depth] += count_valid(labels_ahead(batch.labels_BS, ids_BS, depth + 1))
+    counts_M = counts_M.to(mesh.device)
+    sum_over_data(counts_M, mesh)
+    return counts_M
+
+
+def _further_loss(output: ModelOutput, num_further_M: Tensor | None) -> Tensor:
+    """This micro-batch's part of the mean over depths of the mean losses further ahead."""
+    if num_further_M is None:
+        return output.aux_loss.new_zeros(())
+    assert output.mtp_loss_sums_M is not None, "the model is not in training mode"
+    return (output.mtp_loss_sums_M / num_further_M.clamp(min=1)).mean()
 
 
 def sum_over_data(tensor: Tensor, mesh: Mesh) -> None:

@@ -151,11 +151,21 @@ def _check_attention(attention: AttentionConfig) -> None:
             f"{attention.num_heads}; nearest legal: {either(legal)}"
         )
     _check_even("model.attention.head_dim", attention.head_dim)
+    if attention.chunk_size and attention.sliding_window:
+        raise ValueError(
+            f"model.attention.chunk_size={attention.chunk_size} and model.attention.sliding_window="
+            f"{attention.sliding_window} exclude each other; set one of them to 0"
+        )
+    if attention.temperature_scale and not attention.nope_every:
+        raise ValueError(
+            f"model.attention.temperature_scale={attention.temperature_scale} tunes layers without RoPE, and "
+            "model.attention.nope_every=0 leaves none; set model.attention.nope_every or temperature_scale=0"
+        )
 
 
 def _check_mla(attention: AttentionConfig) -> None:
     _check_even("model.attention.qk_rope_head_dim", attention.qk_rope_head_dim)
-    plain = {"qk_norm": "none", "bias": False, "sinks": False, "sliding_window": 0}
+    plain = {"qk_norm": "none", "bias": False, "sinks": False, "sliding_window": 0, "nope_every": 0, "chunk_size": 0}
     for name, value in plain.items():
         if getattr(attention, name) != value:
             raise ValueError(
@@ -182,10 +192,15 @@ def _check_model(config: Config) -> None:
             f"train.seq_len={train.seq_len} exceeds model.max_seq_len={model.max_seq_len}; "
             f"nearest legal: train.seq_len={model.max_seq_len}, or raise model.max_seq_len"
         )
-    factor = model.rope.factor
-    if model.rope.scaling == "yarn" and factor <= 1:
+    rope, factor = model.rope, model.rope.factor
+    if rope.scaling == "llama3" and rope.high_freq_factor < rope.low_freq_factor:
+        raise ValueError(
+            f"model.rope.high_freq_factor={rope.high_freq_factor} is below model.rope.low_freq_factor="
+            f"{rope.low_freq_factor}; nearest legal: model.rope.high_freq_factor={rope.low_freq_factor}"
+        )
+    if rope.scaling != "none" and factor <= 1:
         raise ValueError(f"model.rope.factor={factor} stretches nothing; set it above 1, or model.rope.scaling=none")
-    if model.rope.scaling == "none" and factor != 1:
+    if rope.scaling == "none" and factor != 1:
         raise ValueError(f"model.rope.factor={factor} does nothing with model.rope.scaling=none; set scaling=yarn")
 
 

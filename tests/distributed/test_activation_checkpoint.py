@@ -13,7 +13,7 @@ from comms import all_to_all
 from moe.experts import GroupedExperts
 from parallel.config import ParallelConfig
 from tests.distributed.harness import run_workers
-from tests.distributed.tiny_models import MODELS
+from tests.distributed.tiny_models import MODELS, num_moe_layers
 from trainer.parity import Trace, compare, trace_layout
 
 MODES = ["none", "selective", "full"]
@@ -49,7 +49,7 @@ def count_exchanges(name: str, mode: str) -> tuple[dict[str, int], Trace | None]
 @pytest.mark.parametrize("name", MODELS)
 def test_no_exchange_is_repeated_and_nothing_changes(name: str) -> None:
     results = {mode: run_workers(count_exchanges, 2, name, mode) for mode in MODES}
-    num_layers = MODELS[name].num_layers - MODELS[name].num_dense_layers
+    num_layers = num_moe_layers(MODELS[name])
     for (calls, _), *_ in results.values():
         # Per layer and step: dispatch, combine and the mirror of each. Beside them one exchange of counts.
         assert calls["rows"] == 2 * 4 * num_layers, calls
@@ -79,7 +79,7 @@ def forwards_of_experts(name: str, mode: str) -> tuple[int, int]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_recomputation_never_ends_inside_the_experts(name: str) -> None:
     """FSDP wraps them: were its hook after forward cut off, its state would be that of an unfinished forward."""
-    num_layers = MODELS[name].num_layers - MODELS[name].num_dense_layers
+    num_layers = num_moe_layers(MODELS[name])
     for mode in ("selective", "full"):
         assert run_workers(forwards_of_experts, 2, name, mode) == [(2 * num_layers, 2 * num_layers)] * 2
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from parallel.config import ParallelConfig
 from tests.distributed.harness import run_workers
-from tests.distributed.tiny_models import DEEPSEEK, GPT_OSS, MODELS, QWEN3
+from tests.distributed.tiny_models import DEEPSEEK, GPT_OSS, MODELS, MULTI_TOKEN, QWEN3, num_moe_layers
 from trainer.models.config import ModelConfig
 from trainer.parity import Trace, compare, relative_error, trace_layout
 
@@ -170,6 +170,13 @@ def test_accumulated_micro_steps_equal_one_large_step(layout: str) -> None:
     assert_same(run_layout(layout, DEEPSEEK, micro_steps=2), plain("one", "deepseek"), FP64_BOUND)
 
 
+def test_accumulation_normalises_further_tokens_by_the_whole_step() -> None:
+    """Micro-steps have unequal numbers of labels at each depth: a mean of their means would differ."""
+    reference, ours = plain("one", "multi_token"), run_layout("ep2_fsdp2", MULTI_TOKEN, micro_steps=2)
+    assert min(reference.mtp_losses) > 1
+    assert_same(ours, reference, FP64_BOUND)
+
+
 def test_layouts_agree_on_accumulated_micro_steps_with_the_batch_level_loss() -> None:
     reference = run_layout("one", QWEN3, micro_steps=2)
     assert_same(run_layout("ep2_fsdp2", QWEN3, micro_steps=2), reference, FP64_BOUND)
@@ -182,14 +189,14 @@ def test_case_26_auxiliary_losses_do_not_scale_with_the_layout(layout: str) -> N
     assert ours.aux_losses == pytest.approx(reference.aux_losses, rel=FP64_BOUND)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek", "multi_token"])
 def test_case_21_22_counts_are_whole_and_move_the_bias(name: str) -> None:
     """Counts are of real tokens: padding is neither routed nor counted (the synthetic batches have some)."""
     trace, config = plain("ep2_fsdp2", name), MODELS[name].moe
     sums = {int(layer.sum()) for counts in trace.counts for layer in counts}
     assert all(total % config.top_k == 0 and total < 8 * 16 * config.top_k for total in sums), sums
     biases = [value for key, value in trace.final.items() if key.endswith("expert_bias")]
-    assert len(biases) == (MODELS[name].num_layers - MODELS[name].num_dense_layers if config.expert_bias else 0)
+    assert len(biases) == (num_moe_layers(MODELS[name]) if config.expert_bias else 0)
     assert all(float(bias.abs().max()) > 0 for bias in biases)
 
 

@@ -1,7 +1,9 @@
-"""Models with the features of three published families, as small as they can be: what the layout tests train."""
+"""Models with the features of published families, as small as they can be: what the layout tests train."""
+
+from dataclasses import replace
 
 from moe.config import MoEConfig
-from trainer.models.config import AttentionConfig, ModelConfig, RopeConfig
+from trainer.models.config import AttentionConfig, ModelConfig, MultiTokenConfig, RopeConfig
 
 # About 1 / sqrt(dim): the usual 0.02 is so small here that the experts would hardly reach the loss.
 INIT_STD = 0.15
@@ -78,4 +80,43 @@ GPT_OSS = ModelConfig(
     ),
 )
 
-MODELS = {"qwen3": QWEN3, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS}
+# Top-1 with the score before the experts, chunks of 4 with RoPE and l2 norm, then a layer without, whose queries have a
+# temperature.
+LLAMA4 = ModelConfig(
+    name="tiny-llama4",
+    vocab_size=61,
+    dim=32,
+    num_layers=2,
+    init_std=INIT_STD,
+    attention=AttentionConfig(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qk_norm="l2",
+        nope_every=2,
+        chunk_size=4,
+        temperature_scale=0.3,
+        temperature_floor=3,
+    ),
+    rope=RopeConfig(scaling="llama3", factor=8.0, original_seq_len=8, interleaved=True),
+    moe=MoEConfig(
+        num_experts=8,
+        top_k=1,
+        expert_dim=16,
+        shared_expert_dim=24,
+        score_function="sigmoid",
+        normalize_topk=False,
+        scores_before_experts=True,
+        aux_loss=0.01,
+    ),
+)
+
+# Two further tokens, whose blocks have experts and a balancing bias of their own; every published model has one.
+MULTI_TOKEN = replace(DEEPSEEK, name="tiny-multi-token", mtp=MultiTokenConfig(depth=2, loss_weight=0.5))
+
+
+def num_moe_layers(config: ModelConfig) -> int:
+    return config.num_layers - config.num_dense_layers + config.mtp.depth
+
+
+MODELS = {"qwen3": QWEN3, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS, "llama4": LLAMA4, "multi_token": MULTI_TOKEN}

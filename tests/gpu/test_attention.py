@@ -79,6 +79,26 @@ def test_varlen_equals_reference(shape, window, sinks, packed):
         assert error(a, e) < (3e-2 if name == "dsinks" else TOLERANCE), name
 
 
+@pytest.mark.parametrize("bound", [None, 8])
+@pytest.mark.parametrize("packed", [False, True], ids=["one_document", "packed"])
+def test_varlen_in_chunks_equals_reference(packed, bound):
+    """Chunks of 96 tokens that restart with each document; with a bound on the documents and without."""
+    tensors = random_inputs(SHAPES["gqa"], sinks=False)
+    ids = document_ids() if packed else None
+    x = torch.zeros(B, S, 1, device="cuda", dtype=torch.bfloat16)
+    config = AttentionConfig(backend="varlen", chunk_size=96)
+    plan = plan_sequences(x, config, document_ids_BS=ids, max_documents=bound)
+    inner = InnerAttention(0.11, 0, 96)
+    actual = with_gradients(lambda *t: inner(*t, plan), tensors)
+    masks = plan_sequences(x, AttentionConfig(backend="reference", chunk_size=96), document_ids_BS=ids)
+    doubled = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+    expected = with_gradients(
+        lambda q, k, v, _: reference_attention(q, k, v, None, masks.chunk_mask_B1SS, 0.11), doubled
+    )
+    for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+        assert error(a, e) < TOLERANCE, name
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
 def test_sdpa_equals_reference(shape, packed):

@@ -1,17 +1,20 @@
 """The inner attention against its written-out formula; masks and windows by what a token can see; MLA with YaRN."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.transformers_models import KeepDouble, build_pair
-from trainer.models.attention import build_attention, layer_window
+from trainer.models.attention import build_attention, has_rope, layer_chunk, layer_window, position_temperature
 from trainer.models.config import AttentionConfig, ModelConfig
 from trainer.models.inner_attention import (
+    SequencePlan,
     _cumulative_lengths,
-    _document_starts,
+    _plan_chunks,
     choose_backend,
+    document_starts,
     plan_sequences,
     reference_attention,
     sdpa_attention,
@@ -94,7 +97,7 @@ def test_given_positions_are_used():
 def test_cumulative_lengths(bound):
     """Sequences end documents; unused slots are documents of no tokens."""
     expected = [0, 5, 8, 9, 12, 24]
-    actual = _cumulative_lengths(B, S, _document_starts(IDS), bound, IDS.device)
+    actual = _cumulative_lengths(B, S, document_starts(IDS), bound, IDS.device)
     assert actual.dtype == torch.int32
     assert actual.tolist() == expected + [24] * ((bound or 5) - 5)
     assert _cumulative_lengths(B, S, None, None, IDS.device).tolist() == [0, 12, 24]
@@ -102,7 +105,7 @@ def test_cumulative_lengths(bound):
 
 def test_too_low_a_bound_on_documents_is_noticed():
     with pytest.raises(RuntimeError, match="max_documents"):
-        _cumulative_lengths(B, S, _document_starts(IDS), 4, IDS.device)
+        _cumulative_lengths(B, S, document_starts(IDS), 4, IDS.device)
 
 
 def test_backend_choice():
@@ -145,6 +148,69 @@ def randomise(module):
     return module
 
 
+CHUNKED = AttentionConfig(
+    num_heads=H, num_kv_heads=G, head_dim=D, qk_norm="l2", nope_every=2, chunk_size=4, temperature_scale=0.5
+)
+
+
+def test_chunks_are_documents_cut_further():
+    """A token sees the earlier tokens of its chunk; chunks are counted from the start of its document."""
+    plan = plan_for(IDS, chunk_size=2)
+    places = plan_for(IDS).positions_BS
+    sees = plan_for(IDS).mask_B1SS[:, 0]
+    expected = sees & (places[:, :, None] // 2 == places[:, None, :] // 2)
+    assert torch.equal(plan.chunk_mask_B1SS[:, 0], expected) and torch.equal(plan.mask_B1SS[:, 0], sees)
+    without = plan_for(chunk_size=5)
+    assert without.mask_B1SS is None and without.chunk_mask_B1SS[1, 0, 9].tolist() == [5 <= t <= 9 for t in range(S)]
+    assert plan_for(IDS, chunk_size=S).chunk_mask_B1SS is None
+
+
+@pytest.mark.parametrize("bound", [None, 5, 9])
+def test_chunk_lengths_for_varlen(bound):
+    """No chunk is longer than its size, whatever the documents; a static bound has room for all of them."""
+    plan = SequencePlan("varlen", plan_for(IDS).positions_BS)
+    starts = document_starts(IDS)
+    lengths = _plan_chunks(plan, B, S, starts, 2, bound).chunk_cu_seqlens_N
+    ends = [0, 2, 4, 5, 7, 8, 9, 11, 12, 14, 16, 18, 20, 22, 24]
+    assert lengths[: len(ends)].tolist() == ends and (lengths[len(ends) :] == 24).all()
+    alone = _plan_chunks(plan, B, S, None, 5, bound).chunk_cu_seqlens_N
+    assert alone.unique().tolist() == [0, 5, 10, 12, 17, 22, 24]
+
+
+def test_chunked_layers_and_those_without_rope():
+    """Layer 0 has RoPE and chunks of 4: token 3 moves no token from 4 on. Layer 1 sees everything before it."""
+    assert [has_rope(CHUNKED, layer) for layer in range(4)] == [True, False, True, False]
+    assert [layer_chunk(CHUNKED, layer) for layer in range(2)] == [4, 0]
+    config = ModelConfig(dim=16, attention=CHUNKED)
+    x = torch.randn(1, S, 16, dtype=torch.float64)
+    moved = x.clone()
+    moved[0, 2] += 1.0
+    for layer, last_change in ((0, 3), (1, S - 1)):
+        module = randomise(build_attention(config, layer))
+        change = module(x, plan_sequences(x, CHUNKED)) - module(moved, plan_sequences(x, CHUNKED))
+        changed = change[0].abs().amax(-1)
+        assert (changed[2 : last_change + 1] > 1e-6).all()
+        assert (changed[:2] == 0).all() and (changed[last_change + 1 :] == 0).all()
+
+
+def test_layers_without_rope_ignore_positions_but_for_the_temperature():
+    config = ModelConfig(dim=16, attention=CHUNKED)
+    x = torch.randn(1, S, 16, dtype=torch.float64)
+    near, far = (plan_sequences(x, CHUNKED, positions_BS=torch.arange(S)[None] + shift) for shift in (0, 8192))
+    turned, plain = (randomise(build_attention(config, layer)) for layer in (0, 1))
+    # Tables are fp32: angles of 8192 differ from those of 0 by 5e-4.
+    torch.testing.assert_close(turned(x, near), turned(x, far), rtol=1e-2, atol=1e-2)
+    assert not torch.equal(plain(x, near), plain(x, far))
+    untuned = randomise(build_attention(replace(config, attention=replace(CHUNKED, temperature_scale=0.0)), 1))
+    assert torch.equal(untuned(x, near), untuned(x, far)) and torch.equal(untuned(x, near), plain(x, near))
+
+
+def test_temperature_by_hand():
+    positions = torch.tensor([[0, 8190, 8191, 3 * 8192 - 2, 3 * 8192 - 1]])
+    expected = [1, 1, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(3), 1 + 0.1 * math.log(4)]
+    assert position_temperature(positions, 0.1, 8192).flatten().tolist() == pytest.approx(expected, rel=1e-6)
+
+
 def test_layer_window():
     even = AttentionConfig(sliding_window=8, sliding_window_layers="even")
     assert [layer_window(even, layer) for layer in range(4)] == [8, 0, 8, 0]
@@ -155,10 +221,11 @@ def test_layer_window():
     ("attention", "message"),
     [
         (AttentionConfig(kind="linear"), "kind='linear'.*gqa or mla"),
-        (AttentionConfig(qk_norm="layer"), "qk_norm='layer'.*none, head or full"),
+        (AttentionConfig(qk_norm="layer"), "qk_norm='layer'.*none, head, full or l2"),
         (AttentionConfig(num_heads=6, num_kv_heads=4), "num_heads=6 is not a multiple of num_kv_heads=4"),
         (AttentionConfig(sliding_window_layers="odd"), "sliding_window_layers='odd'"),
         (AttentionConfig(kind="mla", sinks=True), "neither sinks nor qk_norm"),
+        (AttentionConfig(kind="mla", chunk_size=4), "RoPE and no chunks"),
     ],
 )
 def test_mistakes_are_named(attention, message):

@@ -7,12 +7,18 @@ comment says what the published figure leaves out.
 
 import functools
 import math
+import re
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from moe.experts import GroupedExperts
+from parallel.fsdp import expert_shard_dim
+from parallel.mesh import resolve_sizes
 from trainer.compose import compose, group_options
 from trainer.config import Config
+from trainer.models.families import MODEL_DIR
 from trainer.models.transformer import Transformer, count_parameters
 from trainer.validate import accumulation_steps, resolve_parallel
 
@@ -21,18 +27,25 @@ BENCHES = {"qwen3_30b_a3b_bench": "qwen3_30b_a3b", "deepseek_v3_16b_bench": "dee
 # name -> exact total, exact active, published total, published active (billions).
 PUBLISHED = {
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704, "30.53", "3.35"),
+    "qwen3_235b_a22b": (235_093_634_560, 22_190_763_520, "235.09", "22.19"),
     "mixtral_8x7b": (46_702_792_704, 12_879_925_248, "46.70", "12.88"),
+    "mixtral_8x22b": (140_620_634_112, 39_152_031_744, "140.62", "39.15"),
     "olmoe_1b_7b": (6_919_161_856, 1_282_017_280, "6.92", "1.28"),
     # OpenAI's 3.61 leaves the input embedding out.
     "gpt_oss_20b": (20_914_757_184, 4_187_440_704, "20.91", "4.19"),
+    "gpt_oss_120b": (116_829_156_672, 5_711_982_912, "116.83", "5.71"),
+    # The text model: the published 109 B have a vision encoder.
+    "llama4_scout": (107_769_861_120, 17_172_894_720, "107.77", "17.17"),
     # Moonshot's 15.29 and 2.24 leave embedding and head out.
     "moonlight_16b_a3b": (15_960_108_544, 2_914_774_528, "15.96", "2.91"),
+    "kimi_k2": (1_026_408_209_408, 32_861_477_888, "1026.41", "32.86"),
+    "deepseek_v2_236b": (235_741_434_880, 21_375_800_320, "235.74", "21.38"),
     # DeepSeek-V2-Lite: 15.7 and, without the input embedding, 2.4.
     "deepseek_v3_16b": (15_706_484_224, 2_661_150_208, "15.71", "2.66"),
-    # Without the multi-token-prediction module. The balancing bias is no parameter (published files hold 14,848).
+    # Without multi-token prediction. The balancing bias is no parameter (published files hold 14,848).
     "deepseek_v3_671b": (671_026_404_352, 37_552_282_624, "671.03", "37.55"),
 }
-GPUS = {"deepseek_v3_671b": 256}
+EXPERIMENT_DIR = MODEL_DIR.parent / "experiment"
 
 
 @functools.cache
@@ -71,16 +84,69 @@ def test_demo_has_two_to_four_million_parameters() -> None:
     assert 2e6 <= counts("demo")[0] <= 4e6
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, "demo", *BENCHES])
-def test_experiments_fit_the_number_of_ranks_they_name(name: str) -> None:
+@pytest.mark.parametrize("name", ["demo", *BENCHES])
+def test_small_experiments_run_on_the_two_ranks_they_name(name: str) -> None:
     config = experiment(name)
-    ranks = 2 if name in ("demo", *BENCHES) else GPUS.get(name, 8)
-    parallel = resolve_parallel(config.parallel, config.model.moe.num_experts, ranks)
-    assert ranks % parallel.ep == 0 and config.model.moe.num_experts % parallel.ep == 0
-    assert accumulation_steps(config.train, ranks // (parallel.cp * parallel.tp)) >= 1
-    # The 80 GB (Mixtral: 141 GB) of its comment hold fp32 weights, gradients and two moments.
-    states_gb = 16 * counts(name)[0] / ranks / 1e9
-    assert states_gb < (141 if name in ("mixtral_8x7b", *BENCHES) else 80)
+    parallel = resolve_sizes(resolve_parallel(config.parallel, config.model.moe.num_experts, 2), 2)
+    assert accumulation_steps(config.train, parallel.dp_replicate * parallel.dp_shard) >= 1
+    assert states_gb(config, 2) < 141
+
+
+class Layout(NamedTuple):
+    """One of the layouts that the header of an experiment tells."""
+
+    gpus: int
+    gb: int
+    # GB of states on each GPU; None where the header does not say.
+    states: int | None
+    command: str
+
+
+def layouts(name: str) -> list[Layout]:
+    text = (EXPERIMENT_DIR / f"{name}.yaml").read_text().split("defaults:")[0]
+    found = []
+    for gpus, gb, reason, command in re.findall(r"(\d+) GPUs of (\d+) GB((?: |\n# )\([^)]*\))?:\n#   (\S.*)\n", text):
+        states = re.search(r"(\d+) GB [a-z, ]*a GPU", reason)
+        found.append(Layout(int(gpus), int(gb), int(states[1]) if states else None, command))
+    assert len(found) == len(re.findall(r"^#   \S", text, re.MULTILINE)), "a command without its GPUs"
+    return found
+
+
+def states_gb(config: Config, ranks: int) -> float:
+    """Weights, gradients and two moments of one rank, in fp32; the weights of multi-token prediction too."""
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in Transformer(config.model).parameters())
+    return 16 * weights / ranks / 1e9
+
+
+def expert_shapes(config: Config) -> list[torch.Size]:
+    with torch.device("meta"):
+        return [parameter.shape for parameter in GroupedExperts(config.model.moe, config.model.dim).parameters()]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_commands_in_the_header_fit_the_gpus_they_name(name: str) -> None:
+    """Sizes divide, each command starts as many ranks as its line says, and their states leave memory for the rest."""
+    sizes = [layout.gpus for layout in layouts(name)]
+    assert min(sizes) == 8 and max(sizes) >= 64
+    # Building a model, even without memory, takes half a second: once per number of layers.
+    total_gb = functools.cache(lambda num_layers: states_gb(compose([f"model={name}", num_layers]), 1))
+    for layout in layouts(name):
+        launcher, words = re.fullmatch(r"(.*) (experiment=.*)", layout.command).groups()
+        nodes = layout.gpus // 8
+        torchrun = "torchrun --nproc-per-node 8 -m trainer.train"
+        assert launcher == (torchrun if nodes == 1 else f"sbatch --nodes={nodes} scripts/slurm/train.sbatch")
+        assert words.split()[0] == f"experiment={name}"
+        config = compose(words.split())
+        num_experts = config.model.moe.num_experts
+        parallel = resolve_sizes(resolve_parallel(config.parallel, num_experts, layout.gpus), layout.gpus)
+        assert num_experts % parallel.ep == 0
+        for shape in expert_shapes(config):
+            expert_shard_dim((shape[0] // parallel.ep, *shape[1:]), parallel.dp_shard // parallel.ep)
+        assert accumulation_steps(config.train, parallel.dp_replicate * parallel.dp_shard) >= 1
+        states = total_gb(f"model.num_layers={config.model.num_layers}") / parallel.dp_shard
+        assert states < 0.8 * layout.gb
+        assert layout.states in (None, round(states)), layout.command
 
 
 @pytest.mark.parametrize(("bench", "whole"), BENCHES.items())

@@ -24,10 +24,10 @@ from trainer.wandb_run import WandbRun, wandb_id
 
 # Scripts and users rely on these: names may be added, never taken away.
 RELEASED = """
-step tokens time attempt train/loss train/aux_loss train/z_loss train/grad_norm train/lr eval/held_out/loss
-eval/held_out/bits_per_byte perf/tokens_per_second perf/tokens_per_second_per_gpu perf/tflops_per_gpu perf/mfu
-perf/step_seconds perf/data_seconds perf/peak_memory_gib moe/load_max_over_mean moe/load_entropy moe/dropped_rows
-moe/tokens_per_expert
+step tokens time attempt train/loss train/aux_loss train/z_loss train/mtp_loss train/grad_norm train/lr
+eval/held_out/loss eval/held_out/bits_per_byte perf/tokens_per_second perf/tokens_per_second_per_gpu perf/tflops_per_gpu
+perf/mfu perf/step_seconds perf/data_seconds perf/peak_memory_gib moe/load_max_over_mean moe/load_entropy
+moe/dropped_rows moe/tokens_per_expert
 """.split()
 
 
@@ -305,6 +305,16 @@ def test_flops_of_a_dense_model_by_hand() -> None:
     assert flops_per_token(model, 10, causal=True) == 6 * weights + 3 * 2 * (2 * 2 * 4 * 3 * 5.5)
     model.attention.sliding_window, model.attention.sliding_window_layers = 4, "even"
     assert flops_per_token(model, 10) == 6 * weights + 3 * (2 * 2 * 4 * 3) * (4 + 10)
+
+
+def test_flops_of_chunked_layers_by_hand() -> None:
+    """Every third layer sees all 10 tokens; the others chunks of 4, 4 and 2."""
+    attention = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4, nope_every=3, chunk_size=4)
+    model = ModelConfig(vocab_size=11, dim=8, num_layers=3, num_dense_layers=3, ffn_dim=5, attention=attention)
+    keys = {False: 4 + 4 + 10, True: 2 * (10 + 10 + 3) / 10 + 5.5}
+    for causal, mean_keys in keys.items():
+        flops = flops_per_token(model, 10, causal=causal) - 6 * active_matmul_weights(model)
+        assert math.isclose(flops, 6 * 2 * (4 + 4) * mean_keys)
 
 
 def test_flops_of_experts_and_mla() -> None:

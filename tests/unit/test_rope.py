@@ -16,18 +16,20 @@ def hf_frequencies(dim: int, config: RopeConfig) -> tuple[torch.Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {
-        "rope_type": "yarn",
+        "rope_type": config.scaling,
         "rope_theta": config.theta,
         "factor": config.factor,
         "beta_fast": config.beta_fast,
         "beta_slow": config.beta_slow,
         "original_max_position_embeddings": config.original_seq_len,
         "truncate": config.truncate,
+        "low_freq_factor": config.low_freq_factor,
+        "high_freq_factor": config.high_freq_factor,
     }
     if config.mscale_all_dim:
         parameters |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
     hf = LlamaConfig(head_dim=dim, rope_parameters=parameters, max_position_embeddings=4096)
-    return ROPE_INIT_FUNCTIONS["yarn"](hf)
+    return ROPE_INIT_FUNCTIONS[config.scaling](hf)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +39,12 @@ def hf_frequencies(dim: int, config: RopeConfig) -> tuple[torch.Tensor, float]:
         RopeConfig(**YARN, mscale=0.8, mscale_all_dim=0.6),
         RopeConfig(theta=150000.0, scaling="yarn", factor=32.0, truncate=False),
         RopeConfig(theta=50000.0, scaling="yarn", factor=64.0, beta_fast=1.0, mscale_all_dim=1.0),
+        RopeConfig(theta=500000.0, scaling="llama3", factor=8.0, original_seq_len=8192),
+        RopeConfig(theta=500000.0, scaling="llama3", factor=16.0, original_seq_len=8192, high_freq_factor=1.0),
     ],
-    ids=["deepseek_v3", "two_mscales", "gpt_oss", "kimi_k2_no_ramp"],
+    ids=["deepseek_v3", "two_mscales", "gpt_oss", "kimi_k2_no_ramp", "llama3", "llama4_scout_no_ramp"],
 )
-def test_yarn_equals_transformers_bit_for_bit(config):
+def test_scaling_equals_transformers_bit_for_bit(config):
     expected, scale = hf_frequencies(64, config)
     assert torch.equal(inverse_frequencies(64, config), expected)
     assert table_scale(config) == pytest.approx(scale, rel=1e-15)
@@ -68,7 +72,7 @@ def test_temperatures():
 
 
 def test_unknown_scaling_is_named():
-    with pytest.raises(ValueError, match=r"model\.rope\.scaling='ntk'.*none or yarn"):
+    with pytest.raises(ValueError, match=r"model\.rope\.scaling='ntk'.*none, yarn or llama3"):
         inverse_frequencies(8, RopeConfig(scaling="ntk"))
 
 

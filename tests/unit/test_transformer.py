@@ -40,7 +40,7 @@ def build(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_logits_and_gradients_equal_transformers(name):
-    """40 tokens: beyond the window (7) and YaRN's original length (16). Bounds of DESIGN section 6 for logits."""
+    """40 tokens: beyond window (7), chunk (12) and original length (16) of scaled RoPE. Bounds of DESIGN section 6."""
     reference, ours = build_pair(name, torch.float64)
     tokens = torch.randint(0, V, (2, 40), generator=torch.Generator().manual_seed(3))
     labels = tokens.roll(-1, dims=1)
@@ -68,6 +68,19 @@ def test_logits_equal_transformers_in_fp32(name):
         assert error(ours(tokens).logits_BSV, reference(tokens).logits) < 1e-5
 
 
+def test_packed_documents_in_chunks_equal_transformers():
+    """Chunks count from each document's start (13 and 27 tokens, chunks of 12). Without temperatures: transformers
+    takes those from the place in the row, we from the place in the document, so that packing changes nothing."""
+    reference, ours = build_pair("llama4", torch.float64, attn_scale=0.0)
+    tokens = torch.randint(0, V, (1, 40), generator=torch.Generator().manual_seed(3))
+    ids = torch.tensor([[0] * 13 + [1] * 27])
+    positions = torch.cat((torch.arange(13), torch.arange(27)))[None]
+    with KeepDouble(), torch.no_grad():
+        expected = reference(tokens, position_ids=positions, use_cache=False).logits
+    assert error(ours(tokens, document_ids_BS=ids).logits_BSV, expected) < 1e-10
+    assert error(ours(tokens).logits_BSV, expected) > 1e-3
+
+
 def gradients(model: Transformer) -> dict[str, torch.Tensor]:
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -81,6 +94,16 @@ ATTENTIONS = {
     ),
     "mla": AttentionConfig(
         kind="mla", num_heads=4, kv_lora_rank=8, q_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6
+    ),
+    "chunks": AttentionConfig(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qk_norm="l2",
+        nope_every=3,
+        chunk_size=4,
+        temperature_scale=0.3,
+        temperature_floor=2,
     ),
 }
 
@@ -232,6 +255,9 @@ def test_nothing_but_the_state_dict_needs_a_value():
         ("layers.0.moe.router.weight", "normal", 0.02),
         ("layers.0.moe.router.bias", "zeros", 0.0),
         ("layers.0.moe.expert_bias", "zeros", 0.0),
+        ("mtp.0.projection.weight", "normal", 0.02),
+        ("mtp.0.embedding_norm.weight", "ones", 0.0),
+        ("mtp.0.norm.weight", "ones", 0.0),
     ],
 )
 def test_init_rule(name, kind, std):
@@ -256,7 +282,7 @@ def test_sizes_equal_the_published_ones(name):
         model = Transformer(load_family(name))
     count, published = count_parameters(model), FAMILIES[name]
     figures = (
-        (count.total, published.total, published.total_leaves_out),
+        (count.total + published.total_adds, published.total, published.total_leaves_out),
         (count.active, published.active, published.active_leaves_out),
     )
     for counted, printed, leaves_out in figures:
@@ -267,7 +293,12 @@ def test_sizes_equal_the_published_ones(name):
 
 @pytest.mark.parametrize(
     ("name", "config_class"),
-    [("mixtral_8x7b", "MixtralConfig"), ("gpt_oss_120b", "GptOssConfig"), ("deepseek_v3_671b", "DeepseekV3Config")],
+    [
+        ("mixtral_8x7b", "MixtralConfig"),
+        ("gpt_oss_120b", "GptOssConfig"),
+        ("deepseek_v3_671b", "DeepseekV3Config"),
+        ("llama4_scout", "Llama4TextConfig"),
+    ],
 )
 def test_sizes_equal_transformers_exactly(name, config_class):
     """These classes' defaults are the published models."""
@@ -277,6 +308,16 @@ def test_sizes_equal_transformers_exactly(name, config_class):
         theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)())
         ours = Transformer(load_family(name))
     assert count_parameters(ours).total == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+def test_multi_token_prediction_has_the_published_size():
+    """DeepSeek-V3's files hold 684,489,830,400 bf16 and fp8 weights (model page), embedding and head twice."""
+    with torch.device("meta"):
+        model = Transformer(load_family("deepseek_v3_671b"))
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    copies = model.tok_embeddings.weight.numel() + model.head.weight.numel()
+    assert everything - count_parameters(model).total == 11_610_067_968
+    assert everything + copies == 684_489_830_400
 
 
 def test_unknown_family_lists_the_known_ones():

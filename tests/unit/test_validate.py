@@ -80,6 +80,17 @@ def refusal(words: str) -> str:
         ("model.num_dense_layers=5", "model.num_dense_layers=5 exceeds model.num_layers=4; nearest legal: 4"),
         ("train.seq_len=4096", "train.seq_len=4096 exceeds model.max_seq_len=2048; nearest legal: train.seq_len=2048"),
         ("model.rope.scaling=yarn", "model.rope.factor=1.0 stretches nothing"),
+        ("model.rope.scaling=llama3", "model.rope.factor=1.0 stretches nothing"),
+        (
+            "model.rope.scaling=llama3 model.rope.factor=8 model.rope.high_freq_factor=0.5",
+            "model.rope.high_freq_factor=0.5 is below model.rope.low_freq_factor=1.0; nearest legal",
+        ),
+        (
+            "model.attention.chunk_size=8 model.attention.sliding_window=4",
+            "model.attention.chunk_size=8 and model.attention.sliding_window=4 exclude each other",
+        ),
+        ("model.attention.temperature_scale=0.1", "model.attention.nope_every=0 leaves none"),
+        ("model.mtp.depth=-1", "model.mtp.depth=-1: must be at least 0"),
         ("precision.recipe=fp64 model.moe.backend=grouped_mm", "set model.moe.backend=reference"),
         ("train.global_batch_size=17", "train.global_batch_size=17 is not a multiple of train.micro_batch_size=4"),
         ("parallel.ep=3", "parallel.ep=3 does not divide model.moe.num_experts=8; nearest legal: 2 or 4"),

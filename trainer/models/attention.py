@@ -1,5 +1,8 @@
 """Grouped-query attention and multi-head latent attention: the linear maps, norms and rotations around the softmax.
 
+Llama 4 mixes two kinds of layers: most have RoPE and see their own chunk of a document, every n-th has neither RoPE nor
+chunks and sharpens its softmax with the position (arXiv:2501.19399).
+
 The softmax itself is `self.inner`, an InnerAttention given at construction and replaced by context parallelism. Head
 counts are read from the activations, never from the config, so that a map cut by tensor parallelism still fits.
 
@@ -12,8 +15,9 @@ V head dim of the values, L low rank of keys and values.
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from trainer.models.config import AttentionConfig, ModelConfig
+from trainer.models.config import AttentionConfig, ModelConfig, RopeConfig
 from trainer.models.inner_attention import InnerAttention, SequencePlan
 from trainer.models.rope import apply_rotary, rotary_tables, softmax_scale
 
@@ -39,13 +43,25 @@ def layer_window(config: AttentionConfig, layer: int) -> int:
     return config.sliding_window if used else 0
 
 
+def has_rope(config: AttentionConfig, layer: int) -> bool:
+    """Whether block number `layer` turns its queries and keys."""
+    return config.nope_every == 0 or (layer + 1) % config.nope_every != 0
+
+
+def layer_chunk(config: AttentionConfig, layer: int) -> int:
+    """The chunk size of block number `layer`; 0 means none."""
+    return config.chunk_size if has_rope(config, layer) else 0
+
+
 class GroupedQueryAttention(nn.Module):
-    """H query heads that share G heads of keys and values; optional qk-norm, biases, sinks and sliding window."""
+    """H query heads that share G heads of keys and values; optional qk-norm, biases, sinks, window and chunks."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         attention, D = config.attention, config.dim
-        self.rope = config.rope
+        self.rope = config.rope if has_rope(attention, layer) else None
+        self.temperature = (attention.temperature_scale, attention.temperature_floor)
+        self.norm_eps = config.norm_eps
         self.qk_norm = attention.qk_norm
         self.head_dim = C = attention.head_dim
         H, G = attention.num_heads, attention.num_kv_heads
@@ -58,16 +74,19 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = _qk_norm(attention, H, config.norm_eps)
         self.k_norm = _qk_norm(attention, G, config.norm_eps)
         self.sinks = nn.Parameter(torch.empty(H)) if attention.sinks else None
-        self.inner = InnerAttention(C**-0.5, layer_window(attention, layer))
+        self.inner = InnerAttention(C**-0.5, layer_window(attention, layer), layer_chunk(attention, layer))
 
     def forward(self, x_BSD: Tensor, plan: SequencePlan) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
         q_BSHC = self._heads(self.wq(x_BSD), self.q_norm)
         k_BSGC = self._heads(self.wk(x_BSD), self.k_norm)
         v_BSGC = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
-        cos, sin = rotary_tables(plan.positions_BS, self.head_dim, self.rope)
-        q_BSHC = apply_rotary(q_BSHC, cos, sin, interleaved=self.rope.interleaved)
-        k_BSGC = apply_rotary(k_BSGC, cos, sin, interleaved=self.rope.interleaved)
+        if self.rope is not None:
+            cos, sin = rotary_tables(plan.positions_BS, self.head_dim, self.rope)
+            q_BSHC = self._turn(q_BSHC, cos, sin, self.rope)
+            k_BSGC = self._turn(k_BSGC, cos, sin, self.rope)
+        elif self.temperature[0]:
+            q_BSHC = (q_BSHC * position_temperature(plan.positions_BS, *self.temperature)).to(q_BSHC.dtype)
         return self.wo(self.inner(q_BSHC, k_BSGC, v_BSGC, self.sinks, plan).flatten(2))
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
@@ -77,12 +96,25 @@ class GroupedQueryAttention(nn.Module):
         x = x.unflatten(-1, (-1, self.head_dim))
         return x if norm is None else norm(x)
 
+    def _turn(self, x_BSHC: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
+        x_BSHC = apply_rotary(x_BSHC, cos, sin, interleaved=rope.interleaved)
+        if self.qk_norm != "l2":
+            return x_BSHC
+        wide = x_BSHC.to(torch.promote_types(x_BSHC.dtype, torch.float32))
+        return F.rms_norm(wide, (self.head_dim,), eps=self.norm_eps).to(x_BSHC.dtype)
+
+
+def position_temperature(positions_BS: Tensor, scale: float, floor: int) -> Tensor:
+    """What queries are multiplied by, (B, S, 1, 1) fp32: 1 at the start, growing with ln(position / floor)."""
+    steps_BS = torch.floor((positions_BS.float() + 1.0) / floor)
+    return (torch.log1p(steps_BS) * scale + 1.0)[:, :, None, None]
+
 
 def _qk_norm(config: AttentionConfig, num_heads: int, eps: float) -> nn.Module | None:
-    if config.qk_norm == "none":
+    if config.qk_norm in ("none", "l2"):
         return None
     if config.qk_norm not in ("head", "full"):
-        raise ValueError(f"model.attention.qk_norm={config.qk_norm!r} is not known; choose none, head or full")
+        raise ValueError(f"model.attention.qk_norm={config.qk_norm!r} is not known; choose none, head, full or l2")
     heads = num_heads if config.qk_norm == "full" else 1
     return nn.RMSNorm(heads * config.head_dim, eps=eps)
 
@@ -95,6 +127,8 @@ class LatentAttention(nn.Module):
         attention, D, H = config.attention, config.dim, config.attention.num_heads
         if attention.sinks or attention.qk_norm != "none":
             raise ValueError("model.attention.kind=mla has neither sinks nor qk_norm; set sinks=false and qk_norm=none")
+        if attention.nope_every or attention.chunk_size:
+            raise ValueError("model.attention.kind=mla has RoPE and no chunks in every layer; set both settings to 0")
         self.rope = config.rope
         self.nope_dim, self.rope_dim = attention.qk_nope_head_dim, attention.qk_rope_head_dim
         self.v_dim, self.kv_rank, self.q_rank = attention.v_head_dim, attention.kv_lora_rank, attention.q_lora_rank

@@ -16,7 +16,8 @@ class AttentionConfig:
     num_kv_heads: int = 8
     # Query/key/value head dim (gqa).
     head_dim: int = 64
-    # RMSNorm over each head of q and k, before RoPE: none | head (Qwen3) | full (OLMoE: over all heads together).
+    # RMSNorm of q and k: none | head (Qwen3: each head, before RoPE) | full (OLMoE: all heads together, before RoPE) |
+    # l2 (Llama 4: each head after RoPE, without weights, in the layers that have RoPE).
     qk_norm: str = "none"
     # Bias terms on the q, k, v and output maps.
     bias: bool = False
@@ -26,6 +27,13 @@ class AttentionConfig:
     sliding_window: int = 0
     # Layers that use the window: all | even (0, 2, 4, ...: gpt-oss).
     sliding_window_layers: str = "all"
+    # Every nope_every-th layer (4: layers 3, 7, ...) has no RoPE (Llama 4); 0 means all layers have it.
+    nope_every: int = 0
+    # Layers with RoPE: each token sees itself and the tokens before it in its own chunk of a document; 0 means all.
+    chunk_size: int = 0
+    # Layers without RoPE multiply q by 1 + temperature_scale * ln(1 + floor((position + 1) / temperature_floor)).
+    temperature_scale: float = 0.0
+    temperature_floor: int = 8192
     # MLA (DeepSeek): q_lora_rank 0 means a full-rank q map.
     q_lora_rank: int = 0
     kv_lora_rank: int = 512
@@ -41,7 +49,7 @@ class RopeConfig:
     """Rotary position embedding."""
 
     theta: float = 10000.0
-    # none | yarn
+    # none | yarn | llama3
     scaling: str = "none"
     factor: float = 1.0
     original_seq_len: int = 4096
@@ -52,8 +60,20 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     # Round the YaRN correction range to whole dims (gpt-oss does not).
     truncate: bool = True
-    # Pairs are (2i, 2i+1) (DeepSeek) instead of (i, i + d/2).
+    # llama3: pairs that turn more than high_freq_factor times within original_seq_len are kept, those that turn less
+    # than low_freq_factor times are stretched.
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    # Pairs are (2i, 2i+1) (DeepSeek, Llama 4) instead of (i, i + d/2).
     interleaved: bool = False
+
+
+@dataclass
+class MultiTokenConfig:
+    # Blocks after the last that predict the tokens after the next one, in training only (DeepSeek-V3); 0 means none.
+    depth: int = 0
+    # What the mean of their losses is multiplied by.
+    loss_weight: float = 0.3
 
 
 @dataclass
@@ -76,3 +96,4 @@ class ModelConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+    mtp: MultiTokenConfig = field(default_factory=MultiTokenConfig)

@@ -15,7 +15,8 @@ MODEL_DIR = Path(__file__).resolve().parents[2] / "configs" / "model"
 
 @dataclass(frozen=True)
 class PublishedSize:
-    """Parameters in billions, as printed by the authors: as many digits as they gave."""
+    """Parameters in billions, as printed by the authors: as many digits as they gave. What is there for multi-token
+    prediction counts in neither figure."""
 
     total: str
     active: str
@@ -23,6 +24,8 @@ class PublishedSize:
     # head out of both figures.
     total_leaves_out: tuple[str, ...] = ()
     active_leaves_out: tuple[str, ...] = ()
+    # Parameters that the authors count and we do not have: Llama 4's vision encoder.
+    total_adds: int = 0
 
 
 EMBEDDING = ("tok_embeddings",)
@@ -33,6 +36,7 @@ FAMILIES: dict[str, PublishedSize] = {
     "qwen3_235b_a22b": PublishedSize("235", "22"),
     "mixtral_8x7b": PublishedSize("46.7", "12.9"),
     "mixtral_8x22b": PublishedSize("141", "39"),
+    "deepseek_v2_236b": PublishedSize("236", "21", active_leaves_out=EMBEDDING),
     # DeepSeek-V2-Lite's own figures.
     "deepseek_v3_16b": PublishedSize("15.7", "2.4", active_leaves_out=EMBEDDING),
     "deepseek_v3_671b": PublishedSize("671", "37", active_leaves_out=EMBEDDING),
@@ -41,6 +45,7 @@ FAMILIES: dict[str, PublishedSize] = {
     "gpt_oss_20b": PublishedSize("20.9", "3.6", active_leaves_out=EMBEDDING),
     "gpt_oss_120b": PublishedSize("116.8", "5.1", active_leaves_out=EMBEDDING),
     "olmoe_1b_7b": PublishedSize("6.9", "1.3"),
+    "llama4_scout": PublishedSize("109", "17", total_adds=455_178_240),
 }
 
 

@@ -3,7 +3,8 @@
 `plan_sequences` runs once per forward pass and lays down what all layers share: positions, the token mask, and either
 masks (SDPA) or cumulative sequence lengths (varlen). A document is a run of equal ids within a sequence; a token sees
 itself and the earlier tokens of its own document. Padding (id -1) is a run like any other: padding sees padding, so no
-row of the softmax is empty, and no other token sees it.
+row of the softmax is empty, and no other token sees it. A chunk (Llama 4) is a document cut further: every
+`chunk_size` tokens of a document begin a new one, for the layers that ask for it.
 
 Backends, chosen by device, dtype and need (`attention.backend: auto`):
 
@@ -46,8 +47,12 @@ class SequencePlan(NamedTuple):
     """True where a query (row) sees a key; None means plainly causal."""
     window_mask_B1SS: Tensor | None = None
     """The same within the sliding window; None when the window covers the sequence."""
+    chunk_mask_B1SS: Tensor | None = None
+    """The same within the chunks of each document; None when a chunk covers the sequence."""
     cu_seqlens_N: Tensor | None = None
     """varlen: where each document starts among the T tokens, then T (repeated up to the static length); int32."""
+    chunk_cu_seqlens_N: Tensor | None = None
+    """varlen: the same for chunks."""
 
 
 def choose_backend(config: AttentionConfig, device: torch.device, dtype: torch.dtype, *, documents: bool) -> str:
@@ -79,11 +84,15 @@ def plan_sequences(
     ids, padding included, over all its sequences); without it the varlen backend asks the device, which synchronises.
     """
     B, S, _ = x_BSD.shape
-    backend = choose_backend(config, x_BSD.device, x_BSD.dtype, documents=document_ids_BS is not None)
-    starts_BS = None if document_ids_BS is None else _document_starts(document_ids_BS)
+    chunked = 0 < config.chunk_size < S
+    documents = document_ids_BS is not None or chunked
+    backend = choose_backend(config, x_BSD.device, x_BSD.dtype, documents=documents)
+    starts_BS = None if document_ids_BS is None else document_starts(document_ids_BS)
     if positions_BS is None:
         positions_BS = _default_positions(S, starts_BS, x_BSD.device)
     plan = SequencePlan(backend, positions_BS, None if document_ids_BS is None else document_ids_BS >= 0)
+    if chunked:
+        plan = _plan_chunks(plan, B, S, starts_BS, config.chunk_size, max_documents)
     if backend == "varlen":
         return plan._replace(cu_seqlens_N=_cumulative_lengths(B, S, starts_BS, max_documents, x_BSD.device))
     windowed = 0 < config.sliding_window < S
@@ -94,7 +103,22 @@ def plan_sequences(
     return plan._replace(mask_B1SS=None if starts_BS is None else mask_B1SS, window_mask_B1SS=window_mask)
 
 
-def _document_starts(document_ids_BS: Tensor) -> Tensor:
+def _plan_chunks(
+    plan: SequencePlan, B: int, S: int, starts_BS: Tensor | None, chunk_size: int, max_documents: int | None
+) -> SequencePlan:
+    """Adds what layers with chunks need."""
+    device = plan.positions_BS.device
+    chunk_starts_BS = (_default_positions(S, starts_BS, device) % chunk_size == 0).expand(B, S)
+    if plan.backend != "varlen":
+        return plan._replace(chunk_mask_B1SS=_causal_mask(S, chunk_starts_BS, device))
+    if starts_BS is None:
+        max_documents = B
+    # A document of n tokens has (n - 1) // chunk_size starts besides its own.
+    bound = None if max_documents is None else max_documents + B * S // chunk_size
+    return plan._replace(chunk_cu_seqlens_N=_cumulative_lengths(B, S, chunk_starts_BS, bound, device))
+
+
+def document_starts(document_ids_BS: Tensor) -> Tensor:
     changes = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
     return F.pad(changes, (1, 0), value=True)
 
@@ -140,25 +164,29 @@ def _cumulative_lengths(
 class InnerAttention(nn.Module):
     """The part of attention that mixes tokens. It has no parameters, so that context parallelism can replace it."""
 
-    def __init__(self, scale: float, window: int) -> None:
-        """`window`: each token sees itself and the window - 1 tokens before it; 0 means all."""
+    def __init__(self, scale: float, window: int, chunk: int = 0) -> None:
+        """`window`: each token sees itself and the window - 1 tokens before it; `chunk`: only those of its own chunk of
+        so many tokens; 0 means all. A layer has one of them at most."""
         super().__init__()
         self.scale = scale
         self.window = window
+        self.chunk = chunk
 
     def forward(
         self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, sinks_H: Tensor | None, plan: SequencePlan
     ) -> Tensor:
         """-> (B, S, H, V)."""
         S = q_BSHD.size(1)
-        windowed = 0 < self.window < S
+        windowed, chunked = 0 < self.window < S, 0 < self.chunk < S
         if plan.backend == "varlen":
-            assert plan.cu_seqlens_N is not None
-            window = self.window if windowed else 0
+            cu_seqlens_N = plan.chunk_cu_seqlens_N if chunked else plan.cu_seqlens_N
+            assert cu_seqlens_N is not None
+            max_len, window = (self.chunk if chunked else S), (self.window if windowed else 0)
             return varlen_attention(
-                q_BSHD, k_BSGD, v_BSGV, sinks_H, plan.cu_seqlens_N, max_len=S, scale=self.scale, window=window
+                q_BSHD, k_BSGD, v_BSGV, sinks_H, cu_seqlens_N, max_len=max_len, scale=self.scale, window=window
             )
         mask_B1SS = plan.window_mask_B1SS if windowed else plan.mask_B1SS
+        mask_B1SS = plan.chunk_mask_B1SS if chunked else mask_B1SS
         if plan.backend == "reference" or sinks_H is not None:
             return reference_attention(q_BSHD, k_BSGD, v_BSGV, sinks_H, mask_B1SS, self.scale)
         return sdpa_attention(q_BSHD, k_BSGD, v_BSGV, mask_B1SS, self.scale)

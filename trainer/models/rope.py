@@ -1,9 +1,10 @@
-"""Rotary position embeddings and their YaRN extension.
+"""Rotary position embeddings and their extensions to longer contexts: YaRN and Llama 3's.
 
 A head vector is a row of R = dim / 2 pairs; pair i of the token at position p is turned by the angle p * f_i with
 f_i = theta^(-2i / dim). YaRN (Peng et al., 2023, arXiv:2309.00071) stretches a context by `factor`: pairs that turn
 more than `beta_fast` times within the original length keep f_i, pairs that turn less than `beta_slow` times use
-f_i / factor, a linear ramp lies between; the tables are scaled by an attention temperature.
+f_i / factor, a linear ramp lies between; the tables are scaled by an attention temperature. Llama 3's scaling
+(arXiv:2407.21783; Llama 4 too) has a ramp that is linear in the number of turns, and no temperature.
 
 Tables are computed from the positions whenever they are needed: there is no buffer to materialise, to shard or to
 save, and under torch.compile they are fused into their use. They are fp32 whatever the model's dtype: the published
@@ -27,10 +28,20 @@ def inverse_frequencies(dim: int, config: RopeConfig, device: torch.device | Non
     periods_R = config.theta**exponents_R
     if config.scaling == "none":
         return 1.0 / periods_R
+    if config.scaling == "llama3":
+        return _llama3_frequencies(1.0 / periods_R, config)
     if config.scaling != "yarn":
-        raise ValueError(f"model.rope.scaling={config.scaling!r} is not known; choose none or yarn")
+        raise ValueError(f"model.rope.scaling={config.scaling!r} is not known; choose none, yarn or llama3")
     keep_R = 1.0 - _yarn_ramp(dim, config, device)
     return (1.0 / (config.factor * periods_R)) * (1.0 - keep_R) + (1.0 / periods_R) * keep_R
+
+
+def _llama3_frequencies(frequencies_R: Tensor, config: RopeConfig) -> Tensor:
+    turns_R = config.original_seq_len / (2 * math.pi / frequencies_R)
+    # Equal factors (Llama 4 Scout) make a step instead of a ramp.
+    width = max(config.high_freq_factor - config.low_freq_factor, 1e-9)
+    keep_R = ((turns_R - config.low_freq_factor) / width).clamp(0, 1)
+    return (1.0 - keep_R) * frequencies_R / config.factor + keep_R * frequencies_R
 
 
 def _yarn_ramp(dim: int, config: RopeConfig, device: torch.device | None) -> Tensor:

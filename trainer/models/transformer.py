@@ -2,15 +2,17 @@
 
 A block is pre-norm attention followed by a pre-norm dense feed-forward or a MoE layer. What depends on the batch but
 not on the layer (positions, documents, masks) is planned once, before the loop. The head takes the labels and returns
-the summed loss, so that the logits of a whole batch never exist in training.
+the summed loss, so that the logits of a whole batch never exist in training. In training, blocks for multi-token
+prediction may follow the last block; they share the embedding and the head.
 
 Construction only allocates: build on the meta device, then let parallel/init.py fill each parameter by `init_rule`.
 
-Shapes: B batch, S sequence, T = B * S tokens, D model dim, V vocabulary, L MoE layers, E experts.
+Shapes: B batch, S sequence, T = B * S tokens, D model dim, V vocabulary, L MoE layers (those for
+multi-token prediction come last), E experts, M depths of multi-token prediction.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from trainer.loss import linear_cross_entropy
 from trainer.models.attention import build_attention
 from trainer.models.config import ModelConfig
 from trainer.models.inner_attention import SequencePlan, plan_sequences
+from trainer.models.multi_token import ahead, labels_ahead, same_document_ahead
 
 
 class ModelOutput(NamedTuple):
@@ -37,6 +40,8 @@ class ModelOutput(NamedTuple):
     """int64 (token, expert) pairs of each MoE layer, in order; None without MoE layers."""
     dropped: Tensor
     """int64 scalar: pairs dropped by capacity, over all layers."""
+    mtp_loss_sums_M: Tensor | None = None
+    """Training with labels: cross-entropy of each further token, summed over its labels (`labels_ahead`)."""
 
 
 class Block(nn.Module):
@@ -62,6 +67,27 @@ class Block(nn.Module):
             return x_BSD + self.feed_forward(h_BSD), None
         y_BSD, stats = self.moe(h_BSD, plan.token_mask_BS, balance)
         return x_BSD + y_BSD, stats
+
+
+class MultiTokenGlue(nn.Module):
+    """What joins a block for multi-token prediction to the states before it and the head after it (DeepSeek-V3).
+
+    The norm after the block stands here and not in the block: activation checkpointing would otherwise have to repeat
+    the experts' exchange back to compute its gradient.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embedding_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        # Columns: the embedding first, as in the published weights (the report's formula has them the other way).
+        self.projection = nn.Linear(2 * config.dim, config.dim, bias=False)
+        # Of the block's output: what the shared head, and the next block's `hidden_norm`, take.
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+
+    def forward(self, h_BSD: Tensor, embedded_BSD: Tensor) -> Tensor:
+        """Normalised states and embeddings of the tokens ahead -> the block's input (B, S, D)."""
+        return self.projection(torch.cat((self.embedding_norm(embedded_BSD), self.hidden_norm(h_BSD)), dim=-1))
 
 
 class Head(nn.Module):
@@ -97,9 +123,12 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
+        # The last mtp.depth blocks are those for multi-token prediction.
+        num_blocks = config.num_layers + config.mtp.depth
+        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(num_blocks)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = Head(config)
+        self.mtp = nn.ModuleDict({str(depth): MultiTokenGlue(config) for depth in range(config.mtp.depth)})
 
     def forward(
         self,
@@ -131,13 +160,44 @@ class Transformer(nn.Module):
             max_documents=max_documents,
         )
         layer_stats: list[MoEStats] = []
-        for block in self.layers.values():
+        for block in list(self.layers.values())[: self.config.num_layers]:
             x_BSD, stats = block(x_BSD, plan, balance)
             if stats is not None:
                 layer_stats.append(stats)
-        out = self.head(self.norm(x_BSD), labels_BS, self.tok_embeddings.weight)
+        h_BSD = self.norm(x_BSD)
+        out = self.head(h_BSD, labels_BS, self.tok_embeddings.weight)
         loss_sum, logits_BSV = (None, out) if labels_BS is None else (out, None)
-        return ModelOutput(loss_sum, logits_BSV, *_total(layer_stats, x_BSD.device))
+        mtp_sums_M = None
+        if self.training and labels_BS is not None and self.mtp:
+            mtp_sums_M = self.predict_further(h_BSD, tokens_BS, labels_BS, document_ids_BS, plan, balance, layer_stats)
+        return ModelOutput(loss_sum, logits_BSV, *_total(layer_stats, x_BSD.device), mtp_sums_M)
+
+    def predict_further(
+        self,
+        h_BSD: Tensor,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        document_ids_BS: Tensor | None,
+        plan: SequencePlan,
+        balance: BalanceScale | None,
+        layer_stats: list[MoEStats],
+    ) -> Tensor:
+        """Summed losses of the tokens further ahead, (M,); appends the blocks' statistics to `layer_stats`.
+
+        Attention needs no other mask: a token without a token ahead is the last of its document, so none sees it.
+        """
+        sums: list[Tensor] = []
+        blocks = list(self.layers.values())[self.config.num_layers :]
+        for steps, (glue, block) in enumerate(zip(self.mtp.values(), blocks, strict=True), start=1):
+            x_BSD = glue(h_BSD, self.tok_embeddings(ahead(tokens_BS, steps, 0)))
+            routed = plan._replace(token_mask_BS=same_document_ahead(tokens_BS, document_ids_BS, steps))
+            x_BSD, stats = block(x_BSD, routed, balance)
+            h_BSD = cast(MultiTokenGlue, glue).norm(x_BSD)
+            if stats is not None:
+                layer_stats.append(stats)
+            labels = labels_ahead(labels_BS, document_ids_BS, steps)
+            sums.append(self.head(h_BSD, labels, self.tok_embeddings.weight))
+        return torch.stack(sums)
 
 
 def _total(layer_stats: list[MoEStats], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -176,11 +236,15 @@ class ParameterCount(NamedTuple):
 def count_parameters(model: Transformer) -> ParameterCount:
     """Counts on any device, meta included; a tied weight once, balancing biases (buffers) not at all.
 
+    What is there for multi-token prediction is left out, as in the authors' figures: only training has it.
     Embedding and head both count as active, as in Qwen3's and DeepSeek's figures; gpt-oss leaves the embedding out of
     its active figure.
     """
     total = routed = 0
     for name, parameter in model.named_parameters():
+        path = name.split(".")
+        if path[0] == "mtp" or (path[0] == "layers" and int(path[1]) >= model.config.num_layers):
+            continue
         total += parameter.numel()
         routed += parameter.numel() if ".experts." in name else 0
     config = model.config.moe
