@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from trainer.hf_names import NameMap
+from trainer.hf_names import NameMap, with_multi_token
 from trainer.models.config import ModelConfig
 
 HF_PREFIX = "hf:"
@@ -50,6 +50,8 @@ class Family:
     # Keys without effect on the model as it is trained here.
     ignored: frozenset[str] = frozenset()
     dense: bool = False
+    # Has names for multi-token prediction.
+    multi_token: bool = False
 
 
 # Of any family: tokens, generation, provenance, storage.
@@ -60,7 +62,7 @@ IGNORED = frozenset(
 # What changes how a model is trained or run, not what it computes.
 TRAINING = frozenset(
     "name init_std max_seq_len attention.backend moe.bias_update_rate moe.aux_loss moe.aux_loss_level moe.z_loss "
-    "moe.capacity_factor moe.pair_capacity moe.force_balance moe.backend".split()
+    "moe.capacity_factor moe.pair_capacity moe.force_balance moe.backend mtp.depth mtp.loss_weight".split()
 )
 
 
@@ -103,6 +105,12 @@ def config_json(config: ModelConfig, family: Family) -> Raw:
         raw |= part.write(config)
     raw |= {key: allowed[0] for key, allowed in family.only.items() if allowed[0] is not None}
     return raw
+
+
+def names_of(family: Family, config: ModelConfig) -> NameMap:
+    """The names of a family's tensors in one model: with its blocks for multi-token prediction, if it has any."""
+    depth = config.mtp.depth if family.multi_token else 0
+    return with_multi_token(family.names, config.num_layers, depth) if depth else family.names
 
 
 def setting(config: ModelConfig, path: str) -> Any:
@@ -183,17 +191,26 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Values:
 
 
 _MLA = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
-_GQA = "num_kv_heads head_dim qk_norm sinks sliding_window sliding_window_layers".split()
-_YARN = "factor original_seq_len beta_fast beta_slow mscale mscale_all_dim truncate".split()
+_GQA = (
+    "num_kv_heads head_dim qk_norm sinks sliding_window sliding_window_layers nope_every chunk_size temperature_scale "
+    "temperature_floor".split()
+)
+_YARN = "beta_fast beta_slow mscale mscale_all_dim truncate".split()
+_LLAMA3 = "low_freq_factor high_freq_factor".split()
+_SCALINGS = {"none": ["factor", "original_seq_len", *_YARN, *_LLAMA3], "yarn": _LLAMA3, "llama3": _YARN}
 
 
 def _without_effect(path: str, config: ModelConfig) -> bool:
     section, _, name = path.rpartition(".")
     if section == "attention":
         unused = _MLA if config.attention.kind == "gqa" else _GQA
-        return name in unused or (name == "sliding_window_layers" and config.attention.sliding_window == 0)
+        off = {
+            "sliding_window_layers": config.attention.sliding_window == 0,
+            "temperature_floor": config.attention.temperature_scale == 0,
+        }
+        return name in unused or off.get(name, False)
     if section == "rope":
-        return name in _YARN and config.rope.scaling == "none"
+        return name in _SCALINGS[config.rope.scaling]
     if section == "moe":
         no_groups = config.moe.num_groups == 1 and name in ("top_groups", "group_score")
         return no_groups or config.num_dense_layers == config.num_layers

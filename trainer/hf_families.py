@@ -17,6 +17,12 @@ _YARN_KEYS = {
     "original_max_position_embeddings": "original_seq_len",
     "truncate": "truncate",
 }
+_LLAMA3_KEYS = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_seq_len",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+}
 
 
 # ---- parts
@@ -30,9 +36,11 @@ def _read_rope(raw: Raw) -> Values:
         raise ValueError("there is no rope_theta")
     kind, legacy = given.pop("rope_type", None), given.pop("type", None)
     kind = kind or legacy or "default"
-    if kind not in ("default", "yarn"):
-        raise ValueError(f"RoPE scaling of type {kind!r} is not supported; only default and yarn")
-    values: Values = {"rope.theta": theta, "rope.scaling": "none" if kind == "default" else "yarn"}
+    if kind not in ("default", "yarn", "llama3"):
+        raise ValueError(f"RoPE scaling of type {kind!r} is not supported; only default, yarn and llama3")
+    values: Values = {"rope.theta": theta, "rope.scaling": "none" if kind == "default" else kind}
+    if kind == "llama3":
+        values |= {f"rope.{ours}": given.pop(theirs) for theirs, ours in _LLAMA3_KEYS.items()}
     if kind == "yarn":
         given.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
         values |= {f"rope.{ours}": given.pop(theirs) for theirs, ours in _YARN_KEYS.items() if theirs in given}
@@ -58,6 +66,9 @@ def _write_rope(config: ModelConfig) -> Raw:
     rope = config.rope
     if rope.scaling == "none":
         return {"rope_theta": rope.theta, "rope_scaling": None}
+    if rope.scaling == "llama3":
+        values = {theirs: getattr(rope, ours) for theirs, ours in _LLAMA3_KEYS.items()}
+        return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": "llama3", **values}}
     scaling: Raw = {"rope_type": "yarn"} | {theirs: getattr(rope, ours) for theirs, ours in _YARN_KEYS.items()}
     if rope.mscale_all_dim:
         scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
@@ -150,6 +161,55 @@ def _write_v2_groups(config: ModelConfig) -> Raw:
     return {"topk_method": method, "n_group": moe.num_groups, "topk_group": moe.top_groups}
 
 
+def _read_llama4_layers(raw: Raw) -> Values:
+    """Every so-manieth layer has no RoPE and no chunks; `no_rope_layers` has a 0 there."""
+    count, every = raw["num_hidden_layers"], raw.get("no_rope_layer_interval") or 0
+    flags = raw.get("no_rope_layers") or [int(not every or (layer + 1) % every != 0) for layer in range(count)]
+    every = flags.index(0) + 1 if 0 in flags else 0
+    if flags != [int(not every or (layer + 1) % every != 0) for layer in range(count)]:
+        raise ValueError(f"no_rope_layers={flags} is not every so-manieth layer")
+    if (raw.get("moe_layers") or list(range(count))) != list(range(count)):
+        raise ValueError(f"moe_layers={raw['moe_layers']}: dense layers between the others are not supported")
+    tuned = raw.get("attn_temperature_tuning", True)
+    return {
+        "attention.nope_every": every,
+        "attention.chunk_size": raw.get("attention_chunk_size") or 0,
+        "attention.temperature_scale": raw.get("attn_scale", 0.1) if tuned else 0.0,
+        "attention.temperature_floor": raw.get("floor_scale", 8192),
+        "attention.qk_norm": "l2" if raw.get("use_qk_norm", True) else "none",
+        "moe.shared_expert_dim": raw["intermediate_size"],
+    }
+
+
+def _write_llama4_layers(config: ModelConfig) -> Raw:
+    attention, count = config.attention, config.num_layers
+    every = attention.nope_every
+    return {
+        "no_rope_layer_interval": every or count + 1,
+        "no_rope_layers": [int(not every or (layer + 1) % every != 0) for layer in range(count)],
+        "attention_chunk_size": attention.chunk_size or None,
+        "attn_temperature_tuning": attention.temperature_scale > 0,
+        "attn_scale": attention.temperature_scale,
+        "floor_scale": attention.temperature_floor,
+        "use_qk_norm": attention.qk_norm == "l2",
+        "interleave_moe_layer_step": 1,
+        "moe_layers": list(range(count)),
+    }
+
+
+LLAMA4_LAYERS = Part(
+    tuple(
+        "no_rope_layer_interval no_rope_layers layer_types attention_chunk_size attn_temperature_tuning attn_scale "
+        "floor_scale use_qk_norm interleave_moe_layer_step moe_layers".split()
+    ),
+    _read_llama4_layers,
+    _write_llama4_layers,
+)
+MULTI_TOKEN = Part(
+    ("num_nextn_predict_layers",),
+    lambda raw: {"mtp.depth": raw.get("num_nextn_predict_layers") or 0},
+    lambda config: {"num_nextn_predict_layers": config.mtp.depth},
+)
 ROPE = Part(("rope_parameters", "rope_scaling", "rope_theta"), _read_rope, _write_rope)
 DENSE_PREFIX = Part(("mlp_only_layers", "decoder_sparse_step"), _read_dense_prefix, _write_dense_prefix)
 HEAD_DIM = Part(("head_dim",), _read_head_dim, lambda config: {"head_dim": config.attention.head_dim})
@@ -276,7 +336,7 @@ DEEPSEEK_V3 = Family(
         "topk_group": "moe.top_groups",
         "rope_interleave": "rope.interleaved",
     },
-    (ROPE, SHARED, Q_LORA, MLA_HEADS),
+    (ROPE, SHARED, Q_LORA, MLA_HEADS, MULTI_TOKEN),
     fixed={
         "attention.kind": "mla",
         "moe.score_function": "sigmoid",
@@ -285,7 +345,8 @@ DEEPSEEK_V3 = Family(
     },
     only=_ONLY | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
     defaults=_DEFAULTS | {"rope_interleave": True},
-    ignored=_DEEPSEEK_IGNORED | {"num_nextn_predict_layers"},
+    ignored=_DEEPSEEK_IGNORED,
+    multi_token=True,
 )
 DEEPSEEK_V2 = Family(
     ("deepseek_v2",),
@@ -321,6 +382,30 @@ GPT_OSS = Family(
     defaults=_DEFAULTS | _AUX_DEFAULT | {"attention_bias": True},
     ignored=frozenset({"initial_context_length", "experts_per_token"}),
 )
+LLAMA4 = Family(
+    ("llama4_text",),
+    "Llama4ForCausalLM",
+    hf_names.LLAMA4,
+    {
+        **_GQA,
+        **_BIAS,
+        **_TOP_K,
+        **_AUX,
+        "num_local_experts": "moe.num_experts",
+        "intermediate_size": "moe.expert_dim",
+    },
+    (ROPE, HEAD_DIM, LLAMA4_LAYERS),
+    fixed={
+        "rope.interleaved": True,
+        "moe.score_function": "sigmoid",
+        "moe.normalize_topk": False,
+        "moe.scores_before_experts": True,
+    },
+    only=_ONLY | {"router_jitter_noise": (0.0,)},
+    defaults=_DEFAULTS | _AUX_DEFAULT,
+    # Of dense layers, which it has none of.
+    ignored=frozenset({"intermediate_size_mlp"}),
+)
 QWEN3 = Family(
     ("qwen3",),
     "Qwen3ForCausalLM",
@@ -351,6 +436,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v2": DEEPSEEK_V2,
     "gpt_oss": GPT_OSS,
+    "llama4": LLAMA4,
     "qwen3": QWEN3,
     "llama": LLAMA,
 }

@@ -6,17 +6,18 @@ Most tensors are one piece. A stack of experts is one piece per expert (and per 
     layout       gate and up                                   down                   who
     per expert   E x 2 tensors (F, D)                          E tensors (D, F)       everyone on the hub but gpt-oss
     fused        (E, 2F, D), gate first                        (E, D, F)              `transformers` 5 in memory
+    transposed   (E, D, 2F), gate first                        (E, F, D)              Llama 4
     alternating  (E, D, 2F), gate and up by turns              (E, F, D)              gpt-oss
 
-so no more than one expert's matrix is ever held on the way. A new family (Llama 4: (E, D, 2F), gate first) adds a
-NameMap, and if need be an expert layout.
+so no more than one expert's matrix is ever held on the way. A new family adds a NameMap, and if need be an expert
+layout.
 
 Shapes: E experts, F expert hidden dim, D model dim; ours are w_gate_up (E, 2, F, D) and w_down (E, D, F).
 """
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -80,6 +81,13 @@ def fused_down(theirs: str, shape: Shape) -> list[Piece]:
     return [Piece(theirs, shape, (e,), (Dim(None, e), *tail)) for (e,) in _indices(shape, 1)]
 
 
+def transposed_gate_up(theirs: str, shape: Shape) -> list[Piece]:
+    """(E, D, 2F), all gates before all ups."""
+    E, _, F, D = shape
+    whole = (E, D, 2 * F)
+    return [Piece(theirs, whole, (e, j), (Dim(None, e), Dim(1), Dim(0, j * F))) for e, j in _indices(shape, 2)]
+
+
 def alternating_gate_up(theirs: str, shape: Shape) -> list[Piece]:
     """(E, D, 2F) or, of a bias, (E, 2F); gate and up by turns."""
     E, _, F, *rest = shape
@@ -106,6 +114,8 @@ class NameMap:
     plain: Mapping[str, str]
     # Our stack -> the ways in which files may have it; the first is written where there is no other reason.
     experts: Mapping[str, Sequence[tuple[str, ExpertLayout]]]
+    # Further copies of tensors that two parts of the model share: ours -> theirs.
+    copies: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # Tensors of theirs without a place in our model: pattern -> why that is no loss, or what is lost.
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -122,11 +132,35 @@ class NameMap:
             return (found or options)[0]
         if rest not in self.plain:
             return []
-        return plain(_in_layer(self.plain[rest], layer), shape)
+        # The copies first: what a tensor is read from last is what counts.
+        copies = [theirs for theirs in self.copies.get(name, ()) if stored is None or theirs in stored]
+        names = [*copies, _in_layer(self.plain[rest], layer)]
+        return [piece for theirs in names for piece in plain(theirs, shape)]
 
     def reason_left_out(self, theirs: str) -> str | None:
         """Why a file's tensor is not read; None: there is no reason, it is unexpected."""
         return next((why for pattern, why in self.left_out.items() if re.fullmatch(pattern, theirs)), None)
+
+
+def with_multi_token(names: NameMap, num_layers: int, depth: int) -> NameMap:
+    """DeepSeek-V3's names of multi-token prediction: in its blocks, which come after the last, and copies of the
+    embedding and the head that those share with the model."""
+    extra: dict[str, str] = {}
+    copies: dict[str, list[str]] = {"tok_embeddings.weight": [], "head.weight": []}
+    for k in range(depth):
+        layer = f"model.layers.{num_layers + k}"
+        extra |= {f"mtp.{k}.{ours}.weight": f"{layer}.{theirs}.weight" for ours, theirs in _MULTI_TOKEN.items()}
+        copies["tok_embeddings.weight"].append(f"{layer}.embed_tokens.weight")
+        copies["head.weight"].append(f"{layer}.shared_head.head.weight")
+    return replace(names, plain={**names.plain, **extra}, copies=copies)
+
+
+_MULTI_TOKEN = {
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "norm": "shared_head.norm",
+}
 
 
 def _split_layer(name: str) -> tuple[str | None, str]:
@@ -176,8 +210,8 @@ _EXPERTS: dict[str, list[tuple[str, ExpertLayout]]] = {
 }
 _ROUTER = {"moe.router.weight": "mlp.gate.weight"}
 
-DENSE = NameMap(_OUTSIDE | _NORMS | _GQA | _DENSE, {}, _LEFT_OUT)
-QWEN3_MOE = NameMap(_OUTSIDE | _NORMS | _GQA | _DENSE | _ROUTER, _EXPERTS, _LEFT_OUT)
+DENSE = NameMap(_OUTSIDE | _NORMS | _GQA | _DENSE, {}, left_out=_LEFT_OUT)
+QWEN3_MOE = NameMap(_OUTSIDE | _NORMS | _GQA | _DENSE | _ROUTER, _EXPERTS, left_out=_LEFT_OUT)
 OLMOE = QWEN3_MOE
 MIXTRAL = NameMap(
     _OUTSIDE | _NORMS | _GQA | {"moe.router.weight": "block_sparse_moe.gate.weight"},
@@ -191,9 +225,9 @@ MIXTRAL = NameMap(
             ("mlp.experts.down_proj", fused_down),
         ],
     },
-    _LEFT_OUT,
+    left_out=_LEFT_OUT,
 )
-DEEPSEEK_V2 = NameMap(_OUTSIDE | _NORMS | _MLA | _DENSE | _SHARED | _ROUTER, _EXPERTS, _LEFT_OUT)
+DEEPSEEK_V2 = NameMap(_OUTSIDE | _NORMS | _MLA | _DENSE | _SHARED | _ROUTER, _EXPERTS, left_out=_LEFT_OUT)
 DEEPSEEK_V3 = NameMap({**DEEPSEEK_V2.plain, "moe.expert_bias": "mlp.gate.e_score_correction_bias"}, _EXPERTS, _LEFT_OUT)
 GPT_OSS = NameMap(
     {
@@ -210,5 +244,22 @@ GPT_OSS = NameMap(
         "moe.experts.w_down": [("mlp.experts.down_proj", transposed_down)],
         "moe.experts.b_down": [("mlp.experts.down_proj_bias", fused_down)],
     },
-    _LEFT_OUT,
+    left_out=_LEFT_OUT,
+)
+LLAMA4 = NameMap(
+    {
+        **_OUTSIDE,
+        **_NORMS,
+        **_GQA,
+        "moe.router.weight": "feed_forward.router.weight",
+        **{
+            f"moe.shared.w_{name}.weight": f"feed_forward.shared_expert.{name}_proj.weight"
+            for name in ("gate", "up", "down")
+        },
+    },
+    {
+        "moe.experts.w_gate_up": [("feed_forward.experts.gate_up_proj", transposed_gate_up)],
+        "moe.experts.w_down": [("feed_forward.experts.down_proj", transposed_down)],
+    },
+    left_out=_LEFT_OUT,
 )

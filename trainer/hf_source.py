@@ -61,7 +61,10 @@ def open_source(folder: str | Path) -> Source:
     config, notes = model_config(raw, family, where)
     config.name = folder.resolve().name
     source = Source(folder, raw, config, notes, read_layout(folder))
-    source.tensors()
+    beyond = f"model.layers.{config.num_layers}."
+    if not any(name.startswith(beyond) for name in source.tensors().stored):
+        # `transformers` writes the number of such blocks, but never the blocks.
+        config.mtp.depth = 0
     return source
 
 

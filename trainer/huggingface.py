@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel.init import InitRule, clean_name, fill, local_box
-from trainer.hf_config import Family, choose_family, config_json, differences, family_of, model_config
+from trainer.hf_config import Family, choose_family, config_json, differences, family_of, model_config, names_of
 from trainer.hf_families import FAMILIES
 from trainer.hf_names import Piece, Shape
 from trainer.hf_pieces import Part, read_part, write_part
@@ -66,10 +66,10 @@ def load_source(source: Source, model: nn.Module, config: ModelConfig, peers: Pe
             f"{source.folder / CONFIG} is another model ({source.family.model_types[0]}) than this run's: "
             f"{'; '.join(different)}. Write its config with `python scripts/convert_hf.py config {source.folder}`"
         )
-    tensors = source.tensors()
+    tensors, names = source.tensors(), names_of(source.family, config)
 
     def pieces_of(name: str, shape: Shape) -> list[Piece]:
-        return source.family.names.pieces(name, shape, tensors.stored)
+        return names.pieces(name, shape, tensors.stored)
 
     return fill_model(source, tensors, model, pieces_of, peers, fresh=_balancing_biases(model, pieces_of))
 
@@ -253,16 +253,17 @@ class _Plan:
     raw: dict[str, Any]
     layout: Layout
     notes: list[str]
+    config: ModelConfig
 
     @staticmethod
     def make(export: Export) -> "_Plan":
         family, raw, kept = _format(export)
-        names = family.names
+        names = names_of(family, export.config)
         stored = () if kept is None or kept.quantized else kept.layout.entries
         wanted: dict[str, Shape] = {}
         notes: list[str] = []
         for name, shape in export.shapes.items():
-            pieces = names.pieces(name, shape, stored)
+            pieces = names.pieces(name, shape, stored or None)
             if not pieces:
                 notes.append(f"{family.model_types[0]} has no place for {name}: it is not in the export")
             wanted |= {piece.theirs: piece.shape for piece in pieces}
@@ -270,16 +271,16 @@ class _Plan:
             notes.append(f"{len(dropped)} tensors of the source are not in the export: {some(dropped)}")
         dtypes = {name: _dtype(name, export, kept) for name in wanted}
         if stored and {name: entry.shape for name, entry in kept.layout.entries.items()} == wanted:  # type: ignore[union-attr]
-            return _Plan(raw, kept.layout, notes)  # type: ignore[union-attr]
+            return _Plan(raw, kept.layout, notes, export.config)  # type: ignore[union-attr]
         layout = plan_layout({name: (dtypes[name], wanted[name]) for name in wanted}, export.max_file_bytes)
-        return _Plan(raw, layout, notes)
+        return _Plan(raw, layout, notes, export.config)
 
     @property
     def family(self) -> Family:
         return family_of(self.raw, FAMILIES, CONFIG)
 
     def pieces(self, name: str, shape: Shape) -> list[Piece]:
-        return self.family.names.pieces(name, shape, self.layout.entries)
+        return names_of(self.family, self.config).pieces(name, shape, self.layout.entries)
 
 
 def _format(export: Export) -> tuple[Family, dict[str, Any], Kept | None]:
