@@ -24,10 +24,11 @@ DTYPES = ("float32", "bfloat16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the script; returns its exit code."""
     arguments = parse_arguments(argv)
     if arguments.command == "config":
         return print_config(arguments)
-    from parallel.process_group import global_rank, process_group
+    from parallel.process_group import process_group
     from trainer.peers import Peers
 
     with process_group(1800):
@@ -35,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             notes = convert(arguments, peers)
         except (ValueError, FileNotFoundError, FileExistsError) as error:
-            if global_rank() == 0:
+            if peers.rank == 0:
                 print(f"error: {error}", file=sys.stderr, flush=True)
             return 2
         finally:
             peers.close()
-    if global_rank() == 0:
+    if peers.rank == 0:
         print("\n".join([*notes, f"wrote {arguments.target}"]))
     return 0
 
@@ -96,6 +97,7 @@ def print_config(arguments: argparse.Namespace) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, parsed."""
     parser = argparse.ArgumentParser(description="Convert between Hugging Face folders and run folders.")
     commands = parser.add_subparsers(dest="command", required=True)
     config = commands.add_parser("config", help="the model settings of a Hugging Face folder, as YAML")

@@ -45,6 +45,7 @@ class SourceTensors:
 
     @property
     def quantized(self) -> bool:
+        """Whether any tensor is."""
         return any(stored.kind != "plain" for stored in self.stored.values())
 
     def read(self, name: str, ranges: Sequence[Range]) -> Tensor:

@@ -38,6 +38,7 @@ class Source:
 
     @property
     def family(self) -> Family:
+        """What config.json names."""
         return family_of(self.raw, FAMILIES, str(self.folder / CONFIG))
 
     def tensors(self) -> SourceTensors:

@@ -31,8 +31,9 @@ def upcycled_config(dense: ModelConfig, num_experts: int, top_k: int) -> ModelCo
     """
     if dense.num_dense_layers != dense.num_layers:
         raise ValueError(f"{dense.name} has experts already; only a dense model can be upcycled")
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k={top_k} must be from 1 to the number of experts, {num_experts}")
+    # With one expert per token and weights that sum to 1, the router would have no gradient.
+    if not 2 <= top_k <= num_experts:
+        raise ValueError(f"top_k={top_k} must be from 2 to the number of experts, {num_experts}")
     moe = MoEConfig(num_experts=num_experts, top_k=top_k, expert_dim=dense.ffn_dim, normalize_topk=True)
     name = f"{dense.name}-upcycled-{num_experts}"
     return dataclasses.replace(dense, name=name, num_dense_layers=0, moe=moe)

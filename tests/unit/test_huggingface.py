@@ -341,7 +341,7 @@ def test_upcycling_mistakes():
     _, sparse = build_reference("mixtral", torch.float32)
     with pytest.raises(ValueError, match="has experts already"):
         upcycled_config(sparse, 8, 2)
-    with pytest.raises(ValueError, match="top_k=9 must be from 1"):
+    with pytest.raises(ValueError, match="top_k=9 must be from 2"):
         upcycled_config(dense, 8, 9)
 
 
