@@ -228,7 +228,9 @@ MIXTRAL = NameMap(
     left_out=_LEFT_OUT,
 )
 DEEPSEEK_V2 = NameMap(_OUTSIDE | _NORMS | _MLA | _DENSE | _SHARED | _ROUTER, _EXPERTS, left_out=_LEFT_OUT)
-DEEPSEEK_V3 = NameMap({**DEEPSEEK_V2.plain, "moe.expert_bias": "mlp.gate.e_score_correction_bias"}, _EXPERTS, _LEFT_OUT)
+DEEPSEEK_V3 = NameMap(
+    {**DEEPSEEK_V2.plain, "moe.expert_bias": "mlp.gate.e_score_correction_bias"}, _EXPERTS, left_out=_LEFT_OUT
+)
 GPT_OSS = NameMap(
     {
         **_OUTSIDE,

@@ -336,6 +336,31 @@ def test_multi_token_prediction_and_a_tied_head_are_left_out_aloud(tmp_path):
     assert notes == [f"1 tensors of {tmp_path / 'tied'} are left out (tied to the embedding): lm_head.weight"]
 
 
+def test_multi_token_prediction_there_and_back(tmp_path):
+    """DeepSeek-V3's names, with its copies of embedding and head; `transformers` opens the rest of the model."""
+    _, config = build_reference("deepseek_v3", torch.float32)
+    config.mtp.depth = 1
+    model = Transformer(config)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in model.state_dict().values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    notes = export(tmp_path / "out", model, config, dtype=torch.float32).notes
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    extra = {name.removeprefix("model.layers.3.") for name in stored if name.startswith("model.layers.3.")}
+    assert {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"} <= extra
+    assert {"embed_tokens.weight", "shared_head.head.weight", "mlp.gate.e_score_correction_bias"} <= extra
+    assert torch.equal(stored["model.layers.3.shared_head.head.weight"], stored["lm_head.weight"])
+    source = open_source(tmp_path / "out")
+    assert source.config.mtp.depth == 1 and notes == []
+    again = Transformer(config)
+    assert load_source(source, again, config, PEERS).notes == []
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    keep_source(source, tmp_path / FOLDER)
+    export(tmp_path / "back", again, config, kept_source(tmp_path))
+    assert files(tmp_path / "back") == files(tmp_path / "out")
+
+
 def test_upcycling_mistakes():
     _, dense = build_reference("llama", torch.float32)
     _, sparse = build_reference("mixtral", torch.float32)

@@ -70,6 +70,8 @@ class RopeConfig:
 
 @dataclass
 class MultiTokenConfig:
+    """Multi-token prediction (DeepSeek-V3)."""
+
     # Blocks after the last that predict the tokens after the next one, in training only (DeepSeek-V3); 0 means none.
     depth: int = 0
     # What the mean of their losses is multiplied by.
