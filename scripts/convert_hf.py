@@ -17,8 +17,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    from trainer.peers import Peers
 
 DTYPES = ("float32", "bfloat16")
 
@@ -46,14 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def convert(arguments: argparse.Namespace, peers: "object") -> list[str]:
+def convert(arguments: argparse.Namespace, peers: "Peers") -> list[str]:
     """Do what was asked for; returns lines for the user."""
     import torch
 
     from trainer import hf_convert
-    from trainer.peers import Peers
 
-    assert isinstance(peers, Peers)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     if arguments.command == "import":
         return hf_convert.import_folder(arguments.source, arguments.target, peers, dtype).notes

@@ -1,5 +1,7 @@
 """Hugging Face folders from and into weights on a GPU."""
 
+import copy
+
 import pytest
 import torch
 
@@ -15,10 +17,10 @@ from trainer.peers import Peers
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek", "gpt_oss", "multi_token"])
 def test_out_and_in_again(tmp_path, name):
     """fp32 masters of a bf16 run: equal to the bit after a folder of fp32."""
-    model_config = MODELS[name]
+    model_config = copy.deepcopy(MODELS[name])
     if name == "deepseek":
         # The format counts shared experts of the routed ones' size.
         model_config.moe.shared_expert_dim = 2 * model_config.moe.expert_dim
