@@ -15,6 +15,8 @@ class PayloadConfig:
 
 @dataclass
 class CommsConfig:
+    """How rows are exchanged: backend, precision on the wire, bounds."""
+
     # auto | collective | symm_mem | nvshmem
     backend: str = "auto"
     payload: PayloadConfig = field(default_factory=PayloadConfig)

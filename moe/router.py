@@ -113,10 +113,12 @@ def _(ids_TK: Tensor) -> Tensor:
 
 
 def expert_capacity(config: MoEConfig, seq_len: int) -> int:
-    """Pairs of one sequence that one expert takes: ceil(capacity_factor * seq_len * K / E)."""
+    """Pairs of one sequence that one expert takes: ceil(capacity_factor * seq_len * K / E), at most all pairs."""
     assert config.capacity_factor is not None
+    pairs = seq_len * config.top_k
+    share = min(config.capacity_factor * pairs / config.num_experts, float(pairs))
     # Rounded first: in binary 1.1 * 10 is a little above 11, and its ceiling would be 12.
-    return math.ceil(round(config.capacity_factor * seq_len * config.top_k / config.num_experts, 6))
+    return math.ceil(round(share, 6))
 
 
 def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, token_mask_T: Tensor | None) -> Tensor:

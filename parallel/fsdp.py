@@ -43,6 +43,7 @@ def apply_fsdp(
 
 
 def sum_gradients(module: FSDPModule) -> None:
+    """Make one FSDP module reduce its gradients by a plain sum, on NCCL and gloo alike."""
     module.set_gradient_divide_factor(1.0)
     # Without this, a factor equal to the group size turns into an average, and gloo knows no pre-multiplied sums.
     module.set_force_sum_reduction_for_comms(True)

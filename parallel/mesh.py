@@ -43,6 +43,7 @@ class Mesh:
 
     @property
     def ep_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share out the experts; None when each rank holds all of them."""
         return None if self.ep is None else self.ep.get_group()
 
 

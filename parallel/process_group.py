@@ -36,11 +36,6 @@ def process_group(timeout_seconds: int) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def global_rank() -> int:
-    """This process's rank, also before the group exists."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")

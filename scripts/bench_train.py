@@ -60,6 +60,7 @@ GRACE_SECONDS = 45
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write and show; returns the exit code."""
     arguments = parse_arguments(argv)
     machine = probe()
     try:
@@ -81,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, checked; ends the process with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(
         prog="bench_train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -216,6 +218,7 @@ def ours_command(arguments: argparse.Namespace, work: Path) -> list[str]:
 
 
 def theirs_command(arguments: argparse.Namespace, tokens: Path, eos_id: int) -> list[str]:
+    """torchtitan's trainer on the same sizes and tokens."""
     return [
         *torchrun(arguments.nproc),
         *(str(BASELINE), f"--model={arguments.model}", f"--layers={arguments.layers}"),
@@ -226,6 +229,7 @@ def theirs_command(arguments: argparse.Namespace, tokens: Path, eos_id: int) -> 
 
 
 def torchrun(nproc: int) -> list[str]:
+    """torchrun on this node, with this interpreter."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
 
 

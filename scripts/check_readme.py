@@ -39,10 +39,12 @@ class Checkout:
         self.root = root
 
     def has_path(self, text: str) -> bool:
+        """Whether a file or folder exists, or is one that a command makes."""
         return (self.root / text).exists() or bool(MADE_LATER.match(text)) or text in MADE_NAMES
 
     @functools.cache  # noqa: B019 - one checkout per process
     def tree(self, path: Path) -> ast.Module:
+        """The syntax tree of a Python file."""
         return ast.parse(path.read_text(), filename=str(path))
 
     @functools.cached_property
@@ -60,6 +62,7 @@ class Checkout:
         return {node.name: dict(_fields(node)) for node in classes}
 
     def has_config_key(self, dotted: str) -> bool:
+        """Whether the schema has this dotted key."""
         kind, parts = "Config", dotted.split(".")
         while parts:
             annotation = self.schema.get(kind, {}).get(parts.pop(0))
@@ -79,6 +82,7 @@ class Checkout:
         return dotted.partition(".")[0] in self.schema.get("Config", {})
 
     def has_python_name(self, dotted: str) -> bool:
+        """Whether a dotted name is a module of ours, or something that one defines."""
         parts = dotted.split(".")
         for count in range(len(parts), 0, -1):
             module = self.root.joinpath(*parts[:count])
@@ -88,13 +92,16 @@ class Checkout:
         return False
 
     def has_option(self, group: str, name: str) -> bool:
+        """Whether `configs/GROUP/NAME.yaml` exists."""
         return (self.root / "configs" / group / f"{name}.yaml").is_file()
 
     def has_group(self, group: str) -> bool:
+        """Whether `configs/GROUP/` exists."""
         return group != "__pycache__" and (self.root / "configs" / group).is_dir()
 
     @functools.cached_property
     def make_targets(self) -> frozenset[str]:
+        """Names of the Makefile's targets."""
         return frozenset(re.findall(r"^([\w-]+):(?!=)", (self.root / "Makefile").read_text(), re.M))
 
     @functools.cached_property
@@ -223,6 +230,7 @@ def _assigned(node: ast.stmt) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
+    """Check the files named, README.md if none; returns the exit code: 0 fine, 1 problems (printed), 2 usage."""
     root = Path(__file__).resolve().parent.parent
     if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
         print(__doc__, file=sys.stderr)

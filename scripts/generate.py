@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main() -> int:
+    """Print the continued text; returns the exit code: 0, or 2 for what cannot be read."""
     arguments = parse_arguments()
     import torch
 
@@ -50,6 +51,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description="Continue a text with a trained model.")
     parser.add_argument("run", type=Path, help="a run's folder, or one of its checkpoints")
     parser.add_argument("--prompt", default="", help="the text to continue; empty starts a new document")

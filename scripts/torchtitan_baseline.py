@@ -45,6 +45,7 @@ NEEDS = {"torch.utils.tensorboard": "tensorboard"}
 
 
 def main() -> int:
+    """One rank of the baseline run, or with --check the answer whether it can run; returns the exit code."""
     arguments = parse_arguments()
     replaced = replace_missing_packages()
     if arguments.check:
@@ -68,6 +69,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The command line, checked."""
     parser = argparse.ArgumentParser(
         prog="torchtitan_baseline.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

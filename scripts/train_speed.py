@@ -80,6 +80,7 @@ def read_torchtitan(text: str) -> list[LogLine]:
 
 
 def finite(value: float) -> float | None:
+    """The value, or None for a number that JSON cannot hold."""
     return value if math.isfinite(value) else None
 
 

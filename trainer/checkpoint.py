@@ -166,12 +166,15 @@ class Checkpointer:
         """The checkpoint to continue from, or None. Rank 0 looks; every rank gets its answer."""
         return self._peers.from_rank0(lambda: files.latest_checkpoint(self.folder, self._notify))
 
-    def resume_path(self) -> Path | None:
+    def resume_path(self, *, own_first: bool = False) -> Path | None:
         """The step directory that `checkpoint.resume` (auto | never | PATH) means for this run. Collective.
 
+        Args:
+            own_first: as for `resolve_resume`.
         Raises: FileNotFoundError, IncompleteCheckpointError: PATH names no usable checkpoint.
         """
-        return self._peers.from_rank0(lambda: resolve_resume(self._config.resume, self.folder, self._notify))
+        resume, folder = self._config.resume, self.folder
+        return self._peers.from_rank0(lambda: resolve_resume(resume, folder, self._notify, own_first=own_first))
 
     def load(self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Fill model, optimizer and random generators from a checkpoint of any layout; returns its `extra`.
@@ -262,16 +265,24 @@ def load_weights(path: str | Path, model: nn.Module) -> dict[str, Any]:
     return _read_extra(folder)
 
 
-def resolve_resume(resume: str, folder: Path, notify: Callable[[str], None] = print) -> Path | None:
+def resolve_resume(
+    resume: str, folder: Path, notify: Callable[[str], None] = print, *, own_first: bool = False
+) -> Path | None:
     """The step directory that `checkpoint.resume` means, None for a fresh start. Not collective.
 
     Args:
         resume: auto (the latest of this run, if any), never, or the path of a step folder or run folder.
         folder: this run's `checkpoints/`.
+        own_first: once this run has checkpoints of its own, another run's PATH was where it began: the same command,
+            given again after a stop, goes on and does not begin there anew. A PATH in `folder` is a way back and holds.
     """
     if resume == "auto":
         return files.latest_checkpoint(folder, notify)
     if resume != "never":
+        elsewhere = folder.resolve() not in Path(resume).resolve().parents
+        if own_first and elsewhere and (own := files.latest_checkpoint(folder, notify)):
+            notify(f"checkpoint.resume={resume} is where this run began; it goes on from its own {own.name}")
+            return own
         return files.find_checkpoint(resume, notify)
     if old := files.complete_checkpoints(folder, notify):
         notify(f"checkpoint.resume=never: starting afresh although {folder} has {len(old)} checkpoints")

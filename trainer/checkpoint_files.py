@@ -183,9 +183,11 @@ class CheckpointWriter(FileSystemWriter):
 
     @property
     def files(self) -> dict[str, list[int]]:
+        """Size and checksum of every file written, by name."""
         return self.fs.files
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Wait until this node sees the folder that rank 0 made."""
         folder = Path(self.path)
         # Network file systems may show a new directory to other nodes only after a while.
         for _ in range(100):
@@ -203,6 +205,7 @@ class CheckpointReader(FileSystemReader):
     _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata, read once."""
         if self._metadata is None:
             self._metadata = super().read_metadata(*args, **kwargs)
         return self._metadata

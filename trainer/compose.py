@@ -212,6 +212,8 @@ def _parse(word: str) -> Override:
         raise ValueError(f"{word}: only entries like data.train.NAME can be deleted; set {key} to a value instead")
     if override.is_sweep_override():
         raise ValueError(f"{word} has several values: a list is written {key}=[a,b]; a sweep needs --multirun")
+    if override.value() == {} and not _is_group(override):
+        raise ValueError(f"{word} changes nothing, entries are merged; delete one with ~{key}.NAME")
     if key.startswith("hydra"):
         raise ValueError(f"{word}: Hydra's own settings cannot be changed; --config-dir DIR adds a search path")
     if _is_group(override):

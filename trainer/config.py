@@ -12,6 +12,8 @@ from trainer.models.config import ModelConfig
 
 @dataclass
 class RunConfig:
+    """Which run this is and where it lives."""
+
     # [A-Za-z0-9._-]+; null means SLUICEGATE_RUN_ID, SLURM_JOB_ID or TORCHELASTIC_RUN_ID, else a new one.
     id: str | None = None
     root: str = "runs"
@@ -22,6 +24,8 @@ class RunConfig:
 
 @dataclass
 class TrainConfig:
+    """How long to train, on what batches, and what to do every so many steps."""
+
     steps: int = 1000
     # Stop once this many tokens are trained on (rounded up to a whole step); null means steps alone decides.
     max_tokens: int | None = None
@@ -40,6 +44,8 @@ class TrainConfig:
 
 @dataclass
 class PrecisionConfig:
+    """Number formats of the computation."""
+
     # bf16 | fp32 | fp64 | mxfp8 | fp8_blockwise
     recipe: str = "bf16"
     # Dense linears that take the recipe too: patterns over module names.
@@ -48,6 +54,8 @@ class PrecisionConfig:
 
 @dataclass
 class SourceConfig:
+    """One source of documents, for training or for a held-out set."""
+
     # text (file globs) | huggingface (a local data set folder or hub name) | tokens (shards written by
     # scripts/tokenize_text.py) | sft (prompt/response JSONL)
     kind: str = "text"
@@ -69,6 +77,8 @@ class SourceConfig:
 
 @dataclass
 class DataConfig:
+    """Where documents come from and how they become batches."""
+
     # Named training sources; sampled in proportion to their weights.
     train: dict[str, SourceConfig] = field(default_factory=dict)
     # Named held-out sets, each evaluated on its own.
@@ -93,6 +103,8 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
+    """The optimizer, its schedule and clipping."""
+
     # adamw | sgd
     name: str = "adamw"
     lr: float = 3e-4
@@ -111,6 +123,8 @@ class OptimConfig:
 
 @dataclass
 class CheckpointConfig:
+    """When to save, what to keep, what to start from."""
+
     # auto | never | PATH of a step folder or a run folder
     resume: str = "auto"
     # Steps between checkpoints; 0 means only at the end, null none at all.
@@ -125,6 +139,8 @@ class CheckpointConfig:
 
 @dataclass
 class WandbConfig:
+    """The W&B run."""
+
     # disabled | offline | online
     mode: str = "disabled"
     project: str = "sluicegate"
@@ -135,6 +151,8 @@ class WandbConfig:
 
 @dataclass
 class LoggingConfig:
+    """Where progress is told; metrics.jsonl is always written."""
+
     # auto (a progress bar on a terminal) | plain | none
     console: str = "auto"
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -142,6 +160,8 @@ class LoggingConfig:
 
 @dataclass
 class GuardConfig:
+    """What to do when training goes wrong."""
+
     # A non-finite loss or gradient: stop | skip (the update is skipped)
     nonfinite: str = "stop"
     # skip: stop after this many skipped updates in a row.
@@ -150,6 +170,8 @@ class GuardConfig:
 
 @dataclass
 class ProfileConfig:
+    """Which steps to profile."""
+
     # Steps profiled by torch.profiler, counted from start; 0 means none.
     steps: int = 0
     start: int = 10
@@ -157,13 +179,16 @@ class ProfileConfig:
 
 @dataclass
 class DebugConfig:
+    """Aids for finding faults."""
+
     # Deterministic algorithms everywhere; slower.
     deterministic: bool = False
 
 
 @dataclass
 class ClusterConfig:
-    # A description of the hardware for estimates (MFU, plans); it changes nothing in the run.
+    """A description of the hardware for estimates (MFU, plans); it changes nothing in the run."""
+
     name: str = "auto"
     gpus_per_node: int | None = None
     # Dense bf16 peak of one device; null means looked up by the card's name.
@@ -172,6 +197,8 @@ class ClusterConfig:
 
 @dataclass
 class Config:
+    """Everything that one run is told."""
+
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

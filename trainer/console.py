@@ -23,7 +23,9 @@ class Console(Protocol):
         """The metrics of a step."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing more will be told."""
+        ...
 
 
 def open_console(mode: str, total_steps: int, log_path: Path, stream: TextIO | None = None) -> Console:
@@ -68,14 +70,17 @@ class PlainConsole:
         self._log = open(log_path, "a", encoding="utf-8", buffering=1)
 
     def say(self, text: str) -> None:
+        """One message, to log.txt with its time and to the stream."""
         self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
         if self._stream is not None:
             print(text, file=self._stream, flush=True)
 
     def progress(self, step: int, values: Values) -> None:
+        """The metrics of a step, in one line."""
         self.say(f"step {step}/{self._total_steps}  {describe(values)}{self._left(step, values)}")
 
     def close(self) -> None:
+        """Close log.txt."""
         self._log.close()
 
     def _left(self, step: int, values: Values) -> str:
@@ -97,13 +102,16 @@ class BarConsole(PlainConsole):
         self._bar.start()
 
     def say(self, text: str) -> None:
+        """One message above the bar."""
         super().say(text)
         self._bar.console.print(text, markup=False, highlight=False)
 
     def progress(self, step: int, values: Values) -> None:
+        """Move the bar; the line goes to log.txt alone."""
         super().say(f"step {step}/{self._total_steps}  {describe(values)}")
         self._bar.update(self._task, completed=step, description=describe(values))
 
     def close(self) -> None:
+        """Leave the bar as it is and close log.txt."""
         self._bar.stop()
         super().close()

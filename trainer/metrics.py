@@ -44,6 +44,7 @@ class MetricsWriter:
 
     @property
     def wandb_run_id(self) -> str | None:
+        """The W&B id, which checkpoints keep; None when W&B is disabled."""
         return self._wandb.id
 
     def log(self, step: int, tokens: int, values: Mapping[str, Any]) -> None:
@@ -63,6 +64,7 @@ class MetricsWriter:
         self._console.say(text)
 
     def close(self, exit_code: int) -> None:
+        """Flush and close every place."""
         self._wandb.close(exit_code)
         self._console.close()
         self._events.close()

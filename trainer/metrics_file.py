@@ -63,6 +63,7 @@ class JsonLines:
             data = data[os.write(self._file, data) :]
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._file)
 
 
@@ -109,6 +110,7 @@ class MetricsFile:
         return record
 
     def close(self) -> None:
+        """Close the file."""
         self._lines.close()
 
 

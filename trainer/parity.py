@@ -7,7 +7,7 @@ batch is synthetic but unkind: packed documents, padding, prompts without labels
 The error of a tensor is ||a - b|| / ||b|| in fp64.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ class Trace:
     # Of the first step.
     gradients: dict[str, Tensor] = field(default_factory=dict)
     counts: list[Tensor] = field(default_factory=list)
+    # Pairs that capacity dropped, over all layers.
+    dropped: list[int] = field(default_factory=list)
     # After the last step: parameters and balancing biases.
     final: dict[str, Tensor] = field(default_factory=dict)
 
@@ -87,6 +89,7 @@ def trace_layout(
         trace.aux_losses.append(float(result.aux_loss + result.z_loss))
         trace.mtp_losses.append(0.0 if result.mtp_loss is None else float(result.mtp_loss))
         trace.grad_norms.append(float(result.grad_norm))
+        trace.dropped.append(int(result.dropped))
         if result.tokens_per_expert_LE is not None:
             trace.counts.append(result.tokens_per_expert_LE.cpu())
     trace.final = full_tensors(model)
@@ -134,6 +137,7 @@ def synthetic_sample(config: Config, index: int) -> tuple[Tensor, ...]:
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters by the names they have without wrappers."""
     return [(clean_name(name), parameter) for name, parameter in model.named_parameters()]
 
 
@@ -162,7 +166,10 @@ class Mismatch:
 
 
 def compare(trace: Trace, reference: Trace, bound: float) -> list[Mismatch]:
-    """Everything in which `trace` differs from `reference`, worst first. Initial weights and counts must be equal."""
+    """Everything in which `trace` differs from `reference`, worst first.
+
+    Initial weights, counts and the number of dropped pairs must be equal, the rest within `bound`.
+    """
     found = [
         *_compare_tensors("initial", trace.initial, reference.initial, 0.0),
         *_compare_tensors("gradient", trace.gradients, reference.gradients, bound),
@@ -175,6 +182,9 @@ def compare(trace: Trace, reference: Trace, bound: float) -> list[Mismatch]:
     for step, (ours, theirs) in enumerate(zip(trace.counts, reference.counts, strict=True)):
         if not torch.equal(ours, theirs):
             found.append(Mismatch(f"counts of step {step}", float((ours - theirs).abs().max()), 0.0))
+    for step, (dropped, expected) in enumerate(zip(trace.dropped, reference.dropped, strict=True)):
+        if dropped != expected:
+            found.append(Mismatch(f"dropped pairs of step {step}", float(abs(dropped - expected)), 0.0))
     return sorted(found, key=lambda mismatch: -mismatch.error)
 
 
@@ -212,8 +222,3 @@ def _compare_numbers(kind: str, ours: list[float], theirs: list[float], bound: f
         if not error <= bound:
             found.append(Mismatch(f"{kind} of step {step}", error, bound))
     return found
-
-
-def one_process(parallel: ParallelConfig) -> ParallelConfig:
-    """The layout to compare with: everything on one rank."""
-    return replace(parallel, dp_replicate=1, dp_shard=-1, cp=1, ulysses=1, tp=1, ep=1, etp=1)

@@ -78,6 +78,7 @@ class Peers:
         return box[0]
 
     def close(self) -> None:
+        """Give the group up; later calls see one rank."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None

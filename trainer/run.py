@@ -132,7 +132,11 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     if status and status["state"] == "finished" and not any(change.key in ENDS for change in changes):
         return RunFolder(path, path.name, int(status["attempt"]), finished=True, notice=_finished_text(path, status))
     _refuse_to_mix(config, path)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        hint = "choose another run.root or run.id"
+        raise ValueError(f"the run's folder {path} cannot be made ({error}); {hint}") from None
     replace_file(path / "config.yaml", config_to_yaml(config))
     replace_file(path / "overrides.yaml", yaml.safe_dump(list(overrides)))
     _record_environment(path, attempt, world_size)

@@ -196,11 +196,23 @@ def _sft_documents(source: SourceConfig, data: DataConfig, where: str, counts: C
                 yield document
 
 
+def check_encodable(text: str, place: str) -> None:
+    """Raises ValueError for half a surrogate pair, as JSON's `\\ud83d` makes them: no bytes stand for it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("unicode_escape").decode()
+        where = f"({half}) at character {error.start}"
+        raise ValueError(f"{place} has half a surrogate pair {where}: mend or drop it") from None
+
+
 def _sft_record(line: str, source: SourceConfig, place: str) -> Document:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: malformed JSON: {error.msg} (column {error.colno})") from None
+    except (ValueError, RecursionError) as error:  # a number of too many digits, brackets too deep
+        raise ValueError(f"{place}: malformed JSON: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{place}: expected a JSON object, found {type(record).__name__}")
     fields = (source.prompt_field, source.response_field)
@@ -208,6 +220,7 @@ def _sft_record(line: str, source: SourceConfig, place: str) -> Document:
         if not isinstance(record.get(field), str):
             found = sorted(record) if field not in record else type(record[field]).__name__
             raise ValueError(f"{place}: the field {field!r} must be a string; found {found}")
+        check_encodable(record[field], f"{place}: the field {field!r}")
     if not record[source.response_field]:
         raise ValueError(f"{place}: the field {source.response_field!r} is empty: there is nothing to learn")
     return Document(record[fields[0]], record[fields[1]])
@@ -222,6 +235,7 @@ def _huggingface_documents(
             if not isinstance(text, str):
                 found = type(text).__name__ if source.column in row else f"the columns {sorted(row)}"
                 raise ValueError(f"{where}.column: {path}: {source.column!r} must hold text, found {found}")
+            check_encodable(text, f"{where}.column: {path}: {source.column!r}")
             if text and in_range(text, source):
                 yield Document("", text)
 

@@ -101,14 +101,21 @@ def forward(
     document_mask: bool,
     balance: BalanceScale | None = None,
 ) -> ModelOutput:
-    """Run the model on a batch (in host memory) with labels. Without `document_mask` a sequence is one document."""
-    max_documents = batch.max_documents if document_mask else None
+    """Run the model on a batch (in host memory) with labels. Without `document_mask` a sequence is one document.
+
+    Padding is no document of either kind: it is never routed or counted.
+    """
+    has_documents = document_mask or bool((batch.document_ids_BS < 0).any())
+    max_documents = batch.max_documents if has_documents else None
     batch = batch.to(device)
+    document_ids_BS = None
+    if has_documents:
+        document_ids_BS = batch.document_ids_BS if document_mask else batch.document_ids_BS.clamp(max=0)
     return model(
         batch.tokens_BS,
         labels_BS=batch.labels_BS,
         positions_BS=batch.positions_BS if document_mask else None,
-        document_ids_BS=batch.document_ids_BS if document_mask else None,
+        document_ids_BS=document_ids_BS,
         balance=balance,
         max_documents=max_documents,
     )

@@ -152,7 +152,9 @@ class Trainer:
 
     def restore(self) -> None:
         """Continue from a checkpoint, start from given weights, or start anew; say which."""
-        path, init_from = self.checkpointer.resume_path(), self.config.checkpoint.init_from
+        # An evaluation looks at the checkpoint that is named, whatever else the run has.
+        path = self.checkpointer.resume_path(own_first=self.loader is not None)
+        init_from = self.config.checkpoint.init_from
         self.restored_from: Path | str | None = path or init_from
         if path is not None and self.loader is not None:
             extra = self.checkpointer.load(path, self.model, self.optimizer)

@@ -16,24 +16,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from parallel.init import clean_name
+
 MODEL = "model."
 OPTIM = "optim."
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _LISTED = 10
 # Copies start at multiples of this, so that any dtype can be viewed there.
 _ALIGNMENT_BYTES = 64
 
 
-def canonical_name(name: str) -> str:
-    """A parameter's name without what torch.compile and activation checkpointing put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Live parameters and persistent buffers, by `model.` + name. Writing into them changes the model."""
-    tensors = {MODEL + canonical_name(name): value for name, value in model.state_dict().items()}
+    tensors = {MODEL + clean_name(name): value for name, value in model.state_dict().items()}
     odd = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if odd:
         raise ValueError(f"a checkpoint holds tensors only; the model's state has others: {_listing(odd)}")
@@ -94,7 +88,7 @@ def allocate_optimizer_state(
 def _optimizer_params(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[tuple[nn.Parameter, str, dict[str, Any]]]:
-    names = {param: canonical_name(name) for name, param in model.named_parameters()}
+    names = {param: clean_name(name) for name, param in model.named_parameters()}
     params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     if any(param not in names for param, _ in params):
         raise ValueError("the optimizer has parameters that are not the model's: build it after the model is sharded")

@@ -16,7 +16,7 @@ from moe.config import MoEConfig
 from parallel.config import ParallelConfig, either, nearest_divisors
 from trainer.choices import AVAILABLE, BOUNDS, CHOICES
 from trainer.config import Config, SourceConfig, TrainConfig
-from trainer.models.config import AttentionConfig
+from trainer.models.config import AttentionConfig, RopeConfig
 from trainer.schema import did_you_mean, leaf_type
 
 RUN_ID = re.compile(r"[A-Za-z0-9._-]+")
@@ -163,7 +163,8 @@ def _check_attention(attention: AttentionConfig) -> None:
 
 def _check_mla(attention: AttentionConfig) -> None:
     _check_even("model.attention.qk_rope_head_dim", attention.qk_rope_head_dim)
-    plain = {"qk_norm": "none", "bias": False, "sinks": False, "sliding_window": 0, "nope_every": 0, "chunk_size": 0}
+    plain = {"qk_norm": "none", "bias": False, "sinks": False}
+    plain |= dict.fromkeys(("sliding_window", "nope_every", "chunk_size", "temperature_scale"), 0)
     for name, value in plain.items():
         if getattr(attention, name) != value:
             raise ValueError(
@@ -190,15 +191,20 @@ def _check_model(config: Config) -> None:
             f"train.seq_len={train.seq_len} exceeds model.max_seq_len={model.max_seq_len}; "
             f"nearest legal: train.seq_len={model.max_seq_len}, or raise model.max_seq_len"
         )
-    rope = model.rope
+    _check_rope(model.rope)
+
+
+def _check_rope(rope: RopeConfig) -> None:
+    factor = rope.factor
     if rope.scaling == "llama3" and rope.high_freq_factor < rope.low_freq_factor:
         raise ValueError(
             f"model.rope.high_freq_factor={rope.high_freq_factor} is below model.rope.low_freq_factor="
             f"{rope.low_freq_factor}; nearest legal: model.rope.high_freq_factor={rope.low_freq_factor}"
         )
-    if rope.scaling != "none" and rope.factor <= 1:
-        factor = rope.factor
+    if rope.scaling != "none" and factor <= 1:
         raise ValueError(f"model.rope.factor={factor} stretches nothing; set it above 1, or model.rope.scaling=none")
+    if rope.scaling == "none" and factor != 1:
+        raise ValueError(f"model.rope.factor={factor} does nothing with model.rope.scaling=none; set scaling=yarn")
 
 
 def _check_moe(moe: MoEConfig) -> None:
@@ -214,6 +220,11 @@ def _check_moe(moe: MoEConfig) -> None:
             f"nearest legal: {legal}"
         )
     _check_groups(moe)
+    if moe.top_k == 1 and moe.normalize_topk and moe.num_experts > 1:
+        raise ValueError(
+            "model.moe.top_k=1 with model.moe.normalize_topk=true gives every chosen expert the weight 1, and the "
+            "router no gradient from the loss; set model.moe.normalize_topk=false"
+        )
     if moe.bias_update_rate and not moe.expert_bias:
         raise ValueError(
             f"model.moe.bias_update_rate={moe.bias_update_rate} moves nothing while model.moe.expert_bias=false; "
@@ -285,6 +296,9 @@ def _check_source(key: str, name: str, source: SourceConfig) -> None:
         raise ValueError(f"{key}: {name!r} becomes part of metric names; use letters, digits, '_' and '-' only")
     if not source.paths:
         raise ValueError(f"{key}.paths is empty; name files, for example {key}.paths=[/data/*.txt]")
+    kept = source.hash_range
+    if len(kept) != 2 or not 0 <= kept[0] < kept[1] <= 1:
+        raise ValueError(f"{key}.hash_range={kept}: must be [from, to] with 0 <= from < to <= 1, like [0.0,0.99]")
 
 
 def _check_optim(config: Config) -> None:

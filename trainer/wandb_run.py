@@ -39,6 +39,7 @@ class WandbRun:
             self._run.log({name: value for name, value in record.items() if isinstance(value, int | float)})
 
     def close(self, exit_code: int) -> None:
+        """Finish the W&B run with the exit code of ours."""
         if self._run is not None:
             self._run.finish(exit_code=exit_code)
 

@@ -185,7 +185,7 @@ class Launch:
         while not condition():
             assert self.process.poll() is None, f"ended before {what}:\n{self.output}"
             assert time.monotonic() < deadline, f"waited {seconds} s for {what}:\n{self.output}"
-            time.sleep(0.002)
+            time.sleep(0.004)
 
     def end(self, seconds: float = 120) -> int:
         """The launcher's exit code."""
@@ -202,12 +202,11 @@ class Launch:
                     found[int(folder.name)] = environment
         return found
 
-    def kill_ranks(self, *ranks: int) -> None:
-        """kill -9, one right after the other."""
+    def workers(self) -> list[int]:
+        """Process ids in the order of ranks."""
         found = self.processes().items()
-        workers = {int(env["RANK"]): pid for pid, env in found if "RANK" in env and _runs_trainer(pid)}
-        for rank in ranks:
-            os.kill(workers[rank], signal.SIGKILL)
+        ranks = {int(env["RANK"]): pid for pid, env in found if "RANK" in env and _runs_trainer(pid)}
+        return [ranks[rank] for rank in sorted(ranks)]
 
     def clear(self) -> None:
         """Kill what a failed test left."""

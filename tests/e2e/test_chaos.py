@@ -1,10 +1,11 @@
 """One run through everything that happens to runs: asked to stop, one rank killed, all ranks killed while a checkpoint
-is being written; each time started again by the same command, and in the end as if nothing had been.
+is being written; each time started again, and in the end as if nothing had been.
 
-Real processes under scripts/train.sh, real signals, real W&B in offline mode. A step takes as long as the evaluation
-after it, so that a signal finds the run at work.
+Real processes under scripts/train.sh, real signals, real W&B in offline mode. A long evaluation after every step gives
+signals the time to find the run at work.
 """
 
+import os
 import random
 import re
 import signal
@@ -35,12 +36,14 @@ class Ended:
     checkpoints: list[str] = field(default_factory=list)
 
 
-def start(bench: Bench) -> Launch:
-    return bench.launch("chaos", "train.eval_every=1", "checkpoint.every=1", "logging.wandb.mode=offline")
-
-
-def last_step(path: Path) -> int:
-    return read_metrics(path)[-1]["step"] if (path / "metrics.jsonl").exists() else 0
+def start(bench: Bench, eval_every: int = 1) -> Launch:
+    return bench.launch(
+        "chaos",
+        f"train.eval_every={eval_every}",
+        f"data.eval.long.paths=[{bench.folder}/text/*.txt]",
+        "checkpoint.every=1",
+        "logging.wandb.mode=offline",
+    )
 
 
 def attempt_is_past(path: Path, number: int, steps: int) -> bool:
@@ -70,16 +73,18 @@ def attempts(bench: Bench) -> list[Ended]:
 
     launch = start(bench)
     launch.wait_until(lambda: attempt_is_past(path, 2, 1), "some steps")
-    launch.kill_ranks(1)
+    os.kill(launch.workers()[1], signal.SIGKILL)
     found.append(ended(launch, path))
 
     launch = start(bench)
     launch.wait_until(lambda: attempt_is_past(path, 3, 1), "some steps")
+    workers = random.sample(launch.workers(), 2)
     launch.wait_until(lambda: any((path / "checkpoints").glob("*.partial.*")), "a save")
-    launch.kill_ranks(*random.sample([0, 1], 2))
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
     found.append(ended(launch, path))
 
-    found.append(ended(start(bench), path))
+    found.append(ended(start(bench, eval_every=10), path))
     return found
 
 

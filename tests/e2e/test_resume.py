@@ -98,3 +98,14 @@ def test_one_process_goes_on_where_two_stopped(
         # fp32, where splitting a batch over ranks moves a gradient by 1e-6 and Adam magnifies it.
         assert loss == pytest.approx(expected[step][0], rel=1e-4), step
         assert rate == expected[step][1]
+
+
+def test_a_run_that_began_at_a_path_goes_on_from_its_own_checkpoints(bench: Bench, straight: list[Attempt]) -> None:
+    """The command of a requeued job is the same, `checkpoint.resume=PATH` included."""
+    began = f"checkpoint.resume={bench.path('straight')}/checkpoints/step_{HALF:08d}"
+    first = bench.pooled("branch", began, stop_after=2)
+    second = bench.pooled("branch", began)
+    assert [attempt.code for attempt in (*first, *second)] == [0] * 4, second[0].err
+    assert f"goes on from its own step_{HALF + 2:08d}" in second[0].out
+    for rank in (0, 1):
+        assert first[rank].samples + second[rank].samples == straight[rank].samples[HALF:]

@@ -13,70 +13,11 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
 
+from tests.unit.checkpoint_toys import Toy, assert_same, checkpointer, fresh, state, train_step, trained
 from trainer import checkpoint_files as files
 from trainer.checkpoint import Checkpointer, load_weights, open_checkpoint, resolve_resume
 from trainer.checkpoint_files import IncompleteCheckpointError
-from trainer.config import CheckpointConfig
-
-
-class Toy(nn.Module):
-    """Two linear maps, a buffer that training changes, and a parameter that never gets a gradient."""
-
-    def __init__(self, hidden: int = 5) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, hidden)
-        self.second = nn.Linear(hidden, 2)
-        self.unused = nn.Parameter(torch.randn(4))
-        self.register_buffer("expert_bias", torch.zeros(7))
-        self.register_buffer("cache", torch.zeros(2), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.relu(self.first(x)))
-
-
-def trained(steps: int = 2, seed: int = 0) -> tuple[Toy, torch.optim.AdamW]:
-    torch.manual_seed(seed)
-    model = Toy()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        train_step(model, optimizer)
-    return model, optimizer
-
-
-def train_step(model: Toy, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.randn(4, 3)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model.expert_bias += 0.25
-
-
-def checkpointer(folder: Path, said: list[str] | None = None, **config: object) -> Checkpointer:
-    notify = (said if said is not None else []).append
-    return Checkpointer(folder, CheckpointConfig(**{"asynchronous": False, **config}), notify=notify)  # type: ignore[arg-type]
-
-
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {name: value.clone() for name, value in model.state_dict().items()}
-    for name, param in model.named_parameters():
-        tensors |= {f"{name}.{key}": value.clone() for key, value in optimizer.state.get(param, {}).items()}
-    return tensors
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-        assert a[name].dtype == b[name].dtype, name
-
-
-def fresh(sentinel: float = 1e30) -> tuple[Toy, torch.optim.AdamW]:
-    model = Toy()
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.fill_(sentinel)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -107,16 +48,6 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, asynchronous: bool) -
     torch.rand(3)
     train_step(new_model, new_optimizer)
     assert_same(state(new_model, new_optimizer), after)
-
-
-def test_state_that_the_checkpoint_does_not_have_is_dropped(tmp_path: Path) -> None:
-    untouched, optimizer = trained(steps=0)
-    saver = checkpointer(tmp_path)
-    saver.save(0, untouched, optimizer, {})
-    assert not optimizer.state, "saving must not step the optimizer"
-    stepped, stepped_optimizer = trained(steps=3)
-    saver.load(tmp_path, stepped, stepped_optimizer)
-    assert_same(state(stepped, stepped_optimizer), state(untouched, optimizer))
 
 
 def test_a_background_save_is_not_touched_by_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,94 +192,6 @@ def test_damaged_manifest_is_no_checkpoint(tmp_path: Path) -> None:
         assert files.latest_checkpoint(tmp_path, lambda _: None) is None
 
 
-def test_names_that_do_not_fit_are_listed(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    saver = checkpointer(tmp_path)
-    saver.save(1, model, optimizer, {})
-
-    wider = Toy(hidden=6)
-    with pytest.raises(
-        ValueError, match=r"of another shape: .*model.first.weight \(checkpoint \(5, 3\), here \(6, 3\)\)"
-    ):
-        saver.load(tmp_path, wider, torch.optim.AdamW(wider.parameters()))
-    more = Toy()
-    more.extra = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"2 missing in the checkpoint: model.extra.weight, model.extra.bias"):
-        saver.load_weights(tmp_path, more)
-    less = Toy()
-    del less.unused
-    with pytest.raises(ValueError, match=r"1 unexpected in the checkpoint: model.unused"):
-        load_weights(tmp_path, less)
-    double = Toy().double()
-    with pytest.raises(ValueError, match=r"of another dtype: model.unused"):
-        saver.load(tmp_path, double, torch.optim.AdamW(double.parameters()))
-    sgd = torch.optim.SGD(Toy().parameters())
-    with pytest.raises(ValueError, match=r"optimizer AdamW, this run uses SGD.*init_from"):
-        saver.load(tmp_path, Toy(), sgd)
-    with pytest.raises(ValueError, match="no memory yet"), torch.device("meta"):
-        load_weights(tmp_path, Toy())
-
-
-def test_weights_alone_cast_and_leave_the_optimizer(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    checkpointer(tmp_path / "run" / "checkpoints").save(2, model, optimizer, {"config": {"model": "toy"}})
-    stored = open_checkpoint(tmp_path / "run")
-    assert (stored.step, stored.world_size, stored.extra) == (2, 1, {"config": {"model": "toy"}})
-    target = fresh()[0].bfloat16()
-    load_weights(tmp_path / "run", target)
-    for name, value in model.state_dict().items():
-        assert torch.equal(target.state_dict()[name], value.bfloat16()), name
-
-
-def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    model, optimizer = trained()
-    model.first = checkpoint_wrapper(model.first)  # type: ignore[assignment]
-    model.second = torch.compile(model.second, backend="eager")  # type: ignore[assignment]
-    checkpointer(tmp_path).save(2, model, optimizer, {})
-    plain, plain_optimizer = fresh()
-    checkpointer(tmp_path).load(tmp_path, plain, plain_optimizer)
-    assert torch.equal(plain.first.weight, model.first.weight)
-    assert torch.equal(
-        plain_optimizer.state[plain.first.weight]["exp_avg"], optimizer.state[model.first.weight]["exp_avg"]
-    )
-
-
-def test_tied_parameters(tmp_path: Path) -> None:
-    def tied() -> tuple[Toy, torch.optim.Adam]:
-        model = Toy()
-        model.head = nn.Linear(3, 5)
-        model.head.weight = model.first.weight
-        return model, torch.optim.Adam(model.parameters(), lr=0.1)
-
-    model, optimizer = tied()
-    train_step(model, optimizer)
-    checkpointer(tmp_path).save(1, model, optimizer, {})
-    new_model, new_optimizer = tied()
-    checkpointer(tmp_path).load(tmp_path, new_model, new_optimizer)
-    assert_same(state(new_model, new_optimizer), state(model, optimizer))
-    assert new_model.head.weight is new_model.first.weight
-
-
-def test_momentum_and_plain_sgd(tmp_path: Path) -> None:
-    for momentum in (0.0, 0.9):
-        folder = tmp_path / str(momentum)
-        model = Toy()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-        train_step(model, optimizer)
-        checkpointer(folder).save(1, model, optimizer, {})
-        new_model, _ = fresh()
-        new_optimizer = torch.optim.SGD(new_model.parameters(), lr=0.1, momentum=momentum)
-        checkpointer(folder).load(folder, new_model, new_optimizer)
-        torch.manual_seed(3)
-        train_step(model, optimizer)
-        torch.manual_seed(3)
-        train_step(new_model, new_optimizer)
-        for name, value in model.state_dict().items():
-            assert torch.equal(new_model.state_dict()[name], value), (momentum, name)
-
-
 def test_retention_keeps_the_newest_and_what_latest_names(tmp_path: Path) -> None:
     model, optimizer = trained()
     saver = checkpointer(tmp_path, keep_last=2)
@@ -405,19 +248,6 @@ def test_file_system_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: py
     writer = files.CheckpointWriter(tmp_path / "made elsewhere")
     with pytest.raises(FileNotFoundError, match="all nodes share"):
         writer.prepare_local_plan(None)  # type: ignore[arg-type]
-    assert not list(tmp_path.iterdir())
-
-
-def test_state_that_cannot_be_stored_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    saver = checkpointer(tmp_path)
-    with pytest.raises(ValueError, match="JSON-able"):
-        saver.save(1, model, optimizer, {"loss": torch.ones(1)})
-    optimizer.state[model.first.weight]["odd"] = "text"
-    with pytest.raises(ValueError, match=r"'odd' of first.weight"):
-        saver.save(1, model, optimizer, {})
-    with pytest.raises(ValueError, match=r"not the model's"):
-        saver.save(1, model, torch.optim.SGD(Toy().parameters()), {})
     assert not list(tmp_path.iterdir())
 
 

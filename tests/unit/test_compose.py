@@ -114,6 +114,7 @@ def test_dict_entries_need_no_plus_and_can_be_deleted() -> None:
         ("optim.betas=[a,b]", "optim.betas[0]=a: must be float"),
         ("optim.betas=0.9", "optim.betas: must be list of float"),
         ("data.cache_dir=${nope.x}", "data.cache_dir: must be str"),
+        ("data.eval={}", "data.eval={} changes nothing, entries are merged; delete one with ~data.eval.NAME"),
     ],
 )
 def test_mistakes_name_the_setting_and_what_is_meant(override: str, expected: str) -> None:

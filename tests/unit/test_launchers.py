@@ -131,13 +131,13 @@ def test_defaults_are_shown_with_their_reasons(stubs: Stubs) -> None:
     assert "SLUICEGATE_RUN_ID=" in output
 
 
-@pytest.mark.parametrize(("processes", "batch"), [(2, 16), (3, 18), (6, 24), (8, 16)])
+@pytest.mark.parametrize(("processes", "batch"), [(2, 8), (3, 12), (6, 24), (8, 32)])
 def test_demo_fits_its_batch_to_any_number_of_processes(stubs: Stubs, processes: int, batch: int) -> None:
     demo = ROOT / "scripts" / "demo.sh"
     code, output = _finish(stubs.start(demo, "train.steps=5", NPROC=str(processes), DRY_RUN="1"))
     assert code == 0, output
     assert f"-m trainer.train experiment=demo train.global_batch_size={batch} train.steps=5" in output
-    assert batch % (2 * processes) == 0
+    assert batch % (4 * processes) == 0
 
 
 def _job(stubs: Stubs, **environment: str) -> "subprocess.Popen[str]":

@@ -112,7 +112,7 @@ def test_failures_are_reported_and_the_rest_still_runs(
 
 def test_a_mistake_in_any_job_is_found_before_the_first_starts(stub: Path) -> None:
     with pytest.raises(ValueError, match=r"job 1 \(model\.moe\.top_k=9 .*: model\.moe\.top_k=9 exceeds"):
-        multirun(line(stub, "model.moe.top_k=1,9"))
+        multirun(line(stub, "model.moe.top_k=2,9"))
     assert not calls(stub)
 
 

@@ -119,6 +119,8 @@ def test_capacity_is_not_raised_by_binary_rounding() -> None:
     # 1.1 * 50 is 55.00000000000001 in binary.
     assert expert_capacity(MoEConfig(num_experts=2, top_k=2, capacity_factor=1.1), seq_len=50) == 55
     assert expert_capacity(MoEConfig(num_experts=8, top_k=1, capacity_factor=0.01), seq_len=4) == 1
+    # There are no more pairs; the product would not fit a tensor's integer.
+    assert expert_capacity(MoEConfig(num_experts=8, top_k=2, capacity_factor=1e300), seq_len=4) == 8
 
 
 def test_capacity_above_the_number_of_tokens_drops_nothing() -> None:

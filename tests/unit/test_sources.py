@@ -125,6 +125,10 @@ def test_prompt_response_records(tmp_path: Path) -> None:
         ('{"prompt": "a"}', "'response' must be a string"),
         ('{"prompt": 3, "response": "b"}', "'prompt' must be a string; found int"),
         ('{"prompt": "a", "response": ""}', "'response' is empty"),
+        ('{"prompt": "a", "response": "b\\ud83d"}', r"'response' has half a surrogate pair \(\\ud83d\) at character 1"),
+        ('{"prompt": "a\\udfff", "response": "b"}', "'prompt' has half a surrogate pair"),
+        ('{"prompt": "a", "response": %s}' % ("9" * 5000), "malformed JSON"),
+        ("[" * 100_000, "malformed JSON"),
     ],
 )
 def test_malformed_record_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:

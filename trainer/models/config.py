@@ -7,6 +7,8 @@ from moe.config import MoEConfig
 
 @dataclass
 class AttentionConfig:
+    """One attention layer: grouped-query (gqa) or latent (mla)."""
+
     # gqa | mla
     kind: str = "gqa"
     num_heads: int = 8
@@ -44,6 +46,8 @@ class AttentionConfig:
 
 @dataclass
 class RopeConfig:
+    """Rotary position embedding."""
+
     theta: float = 10000.0
     # none | yarn | llama3
     scaling: str = "none"
@@ -66,6 +70,8 @@ class RopeConfig:
 
 @dataclass
 class MultiTokenConfig:
+    """Multi-token prediction."""
+
     # Blocks after the last that predict the tokens after the next one, in training only (DeepSeek-V3); 0 means none.
     depth: int = 0
     # What the mean of their losses is multiplied by.
@@ -74,6 +80,8 @@ class MultiTokenConfig:
 
 @dataclass
 class ModelConfig:
+    """A whole architecture."""
+
     # Free text; the family and size.
     name: str = "custom"
     vocab_size: int = 4096
