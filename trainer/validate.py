@@ -18,7 +18,7 @@ from trainer.choices import AVAILABLE, BOUNDS, CHOICES
 from trainer.config import Config, SourceConfig, TrainConfig
 from trainer.hf_config import HF_PREFIX, choose_family
 from trainer.hf_families import FAMILIES
-from trainer.models.config import AttentionConfig
+from trainer.models.config import AttentionConfig, RopeConfig
 from trainer.schema import did_you_mean, leaf_type
 
 RUN_ID = re.compile(r"[A-Za-z0-9._-]+")
@@ -165,7 +165,8 @@ def _check_attention(attention: AttentionConfig) -> None:
 
 def _check_mla(attention: AttentionConfig) -> None:
     _check_even("model.attention.qk_rope_head_dim", attention.qk_rope_head_dim)
-    plain = {"qk_norm": "none", "bias": False, "sinks": False, "sliding_window": 0, "nope_every": 0, "chunk_size": 0}
+    plain = {"qk_norm": "none", "bias": False, "sinks": False}
+    plain |= dict.fromkeys(("sliding_window", "nope_every", "chunk_size", "temperature_scale"), 0)
     for name, value in plain.items():
         if getattr(attention, name) != value:
             raise ValueError(
@@ -192,7 +193,11 @@ def _check_model(config: Config) -> None:
             f"train.seq_len={train.seq_len} exceeds model.max_seq_len={model.max_seq_len}; "
             f"nearest legal: train.seq_len={model.max_seq_len}, or raise model.max_seq_len"
         )
-    rope, factor = model.rope, model.rope.factor
+    _check_rope(model.rope)
+
+
+def _check_rope(rope: RopeConfig) -> None:
+    factor = rope.factor
     if rope.scaling == "llama3" and rope.high_freq_factor < rope.low_freq_factor:
         raise ValueError(
             f"model.rope.high_freq_factor={rope.high_freq_factor} is below model.rope.low_freq_factor="

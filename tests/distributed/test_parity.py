@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe.layer import BalanceScale
 from parallel.config import ParallelConfig
 from tests.distributed.harness import run_workers
 from tests.distributed.tiny_models import DEEPSEEK, GPT_OSS, MODELS, MULTI_TOKEN, QWEN3, num_moe_layers
 from trainer.models.config import ModelConfig
-from trainer.parity import Trace, compare, relative_error, trace_layout
+from trainer.parity import Trace, compare, full, named_parameters, relative_error, trace_layout
 
 FP64_BOUND = 1e-10
 FP32_BOUND = 5e-6
@@ -168,6 +169,40 @@ def test_accumulated_micro_steps_equal_one_large_step(layout: str) -> None:
     """Invariance across accumulation is promised for the sequence-level loss and the balancing bias."""
     assert DEEPSEEK.moe.aux_loss_level == "sequence"
     assert_same(run_layout(layout, DEEPSEEK, micro_steps=2), plain("one", "deepseek"), FP64_BOUND)
+
+
+def explicit_gradients(model: ModelConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """d(CE + aux + weight * mean over depths of the mean loss), written out for the first step's batch in one piece."""
+    from parallel.mesh import build_mesh
+    from trainer.build import build_model
+    from trainer.config import Config, PrecisionConfig, TrainConfig
+    from trainer.parity import synthetic_batches
+    from trainer.step import forward, global_counts
+
+    mesh = build_mesh(ParallelConfig(), torch.device("cpu"))
+    train = TrainConfig(global_batch_size=8, micro_batch_size=8, seq_len=16)
+    config = Config(train=train, model=model, parallel=mesh.config, precision=PrecisionConfig(recipe="fp64"))
+    built = build_model(config, mesh)
+    batches = synthetic_batches(config, mesh, 0)
+    num_valid, num_tokens = global_counts(batches, mesh)
+    out = forward(built, batches[0], mesh.device, True, BalanceScale(num_tokens, 8, 1))
+    labels, ids = batches[0].labels_BS, batches[0].document_ids_BS
+    means = []
+    for depth, loss_sum in enumerate(out.mtp_loss_sums_M, start=1):
+        follows = (ids[:, depth:] == ids[:, :-depth]) & (ids[:, depth:] >= 0) & (labels[:, depth:] != -100)
+        means.append(loss_sum / follows.sum())
+    further = sum(means) / len(means)
+    (out.loss_sum / num_valid + out.aux_loss + model.mtp.loss_weight * further).backward()
+    return [float(further.detach())], {name: full(p.grad) for name, p in named_parameters(built)}
+
+
+def test_further_tokens_add_their_weighted_mean() -> None:
+    losses, gradients = run_workers(explicit_gradients, 1, MULTI_TOKEN)[0]
+    reference = plain("one", "multi_token")
+    assert reference.mtp_losses[0] == pytest.approx(losses[0], rel=FP64_BOUND)
+    assert gradients.keys() == reference.gradients.keys()
+    for key, gradient in gradients.items():
+        assert relative_error(reference.gradients[key], gradient) <= FP64_BOUND, key
 
 
 def test_accumulation_normalises_further_tokens_by_the_whole_step() -> None:

@@ -82,6 +82,8 @@ def test_places_ahead_by_hand():
     assert labels_ahead(labels, IDS, 1).tolist() == [[2, 30, -100, 50, -100, 7, 80, -100, -100, -100]]
     assert labels_ahead(labels, IDS, 2).tolist() == [[30, -100, -100, -100, -100, 80, -100, -100, -100, -100]]
     assert same_document_ahead(tokens, IDS, 1).nonzero()[:, 1].tolist() == [0, 1, 3, 5, 6]
+    apart = torch.tensor([[0, 1, 0, -1, 0]])
+    assert not same_document_ahead(apart, apart, 2).any(), "equal ids apart are different documents"
     assert same_document_ahead(tokens, None, 4).nonzero()[:, 1].tolist() == list(range(6))
 
 

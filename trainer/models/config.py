@@ -70,7 +70,7 @@ class RopeConfig:
 
 @dataclass
 class MultiTokenConfig:
-    """Multi-token prediction (DeepSeek-V3)."""
+    """Multi-token prediction."""
 
     # Blocks after the last that predict the tokens after the next one, in training only (DeepSeek-V3); 0 means none.
     depth: int = 0

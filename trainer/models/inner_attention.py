@@ -119,7 +119,7 @@ def _plan_chunks(
 
 
 def document_starts(document_ids_BS: Tensor) -> Tensor:
-    """True where a run of equal ids begins: bool (B, S)."""
+    """True where a run of equal ids begins: (B, S) bool."""
     changes = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
     return F.pad(changes, (1, 0), value=True)
 
