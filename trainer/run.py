@@ -116,6 +116,21 @@ def run_path(config: Config) -> Path:
     return Path(config.run.root) / config.run.id
 
 
+def make_folder(config: Config) -> Path:
+    """`run_path`, made where it is not there yet.
+
+    Raises:
+        ValueError: something else has its name, or the name of a folder above it.
+    """
+    path = run_path(config)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        hint = "choose another run.root or run.id"
+        raise ValueError(f"the run's folder {path} cannot be made ({error}); {hint}") from None
+    return path
+
+
 def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int) -> RunFolder:
     """Create the run's folder or join it as the next attempt. Rank 0 only; `config.run.id` must be settled.
 
@@ -132,11 +147,7 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     if status and status["state"] == "finished" and not any(change.key in ENDS for change in changes):
         return RunFolder(path, path.name, int(status["attempt"]), finished=True, notice=_finished_text(path, status))
     _refuse_to_mix(config, path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        hint = "choose another run.root or run.id"
-        raise ValueError(f"the run's folder {path} cannot be made ({error}); {hint}") from None
+    make_folder(config)
     replace_file(path / "config.yaml", config_to_yaml(config))
     replace_file(path / "overrides.yaml", yaml.safe_dump(list(overrides)))
     _record_environment(path, attempt, world_size)

@@ -36,7 +36,8 @@ from trainer.install_check import check_one_root
 from trainer.metrics import RunMetrics
 from trainer.optim import build_optimizer, learning_rate, set_learning_rate
 from trainer.peers import Peers
-from trainer.run import RunFolder, new_run_id, prepare_run_folder, resolve_run_id, write_status
+from trainer.run import RunFolder, make_folder, new_run_id, prepare_run_folder, resolve_run_id, write_status
+from trainer.run_lock import WAIT_SECONDS, RunLock
 from trainer.step import StepResult, train_step
 from trainer.tokenizer import load_tokenizer
 from trainer.validate import accumulation_steps, resolve_parallel
@@ -58,10 +59,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: Config, overrides: Sequence[str], device: torch.device) -> int:
     """One attempt of a run inside its process group; returns the exit code. Collective."""
+    lock = RunLock()
+    try:
+        return _attempt(config, overrides, device, lock)
+    finally:
+        lock.release()
+
+
+def _attempt(config: Config, overrides: Sequence[str], device: torch.device, lock: RunLock) -> int:
     peers = Peers(config.parallel.timeout_seconds)
     try:
         config = settle(config, peers)
-        folder = peers.from_rank0(lambda: prepare_run_folder(config, overrides, peers.size))
+        folder = peers.from_rank0(lambda: _enter_folder(config, overrides, peers.size, lock))
     except MISTAKES as error:
         exit_with_mistake(error)
     if folder.finished:
@@ -90,6 +99,15 @@ def run(config: Config, overrides: Sequence[str], device: torch.device) -> int:
         if trainer is not None:
             trainer.close(code)
     return code
+
+
+def _enter_folder(config: Config, overrides: Sequence[str], world_size: int, lock: RunLock) -> RunFolder:
+    """The run's folder, which from now on no other process trains in. Rank 0 only."""
+    # An evaluation may look at a run that is being trained.
+    if not config.train.eval_only:
+        # The other ranks wait meanwhile, and not for ever.
+        lock.acquire(make_folder(config), min(WAIT_SECONDS, config.parallel.timeout_seconds / 2))
+    return prepare_run_folder(config, overrides, world_size)
 
 
 def settle(config: Config, peers: Peers) -> Config:

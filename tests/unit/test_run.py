@@ -225,3 +225,11 @@ def test_replacing_a_file_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         replace_file(file, "new, much longer")
     assert file.read_text() == "old"
+
+
+@pytest.mark.parametrize("taken", ["runs", "runs/r1"])
+def test_a_file_in_the_folders_place_is_named(config: Config, tmp_path: Path, taken: str) -> None:
+    (tmp_path / taken).parent.mkdir(exist_ok=True)
+    (tmp_path / taken).write_text("")
+    with pytest.raises(ValueError, match=r"runs/r1 cannot be made .*; choose another run\.root or run\.id"):
+        start(config)
