@@ -83,12 +83,14 @@ def _attempt(config: Config, overrides: Sequence[str], device: torch.device, loc
         record = _no_status
     trainer, state, code, message = None, "failed", 1, ""
     try:
-        trainer = Trainer(config, folder, device, peers)
+        try:
+            trainer = Trainer(config, folder, device, peers)
+        except MISTAKES as error:
+            # Only here: once the loop runs, the same kind of exception is a fault of ours and needs its traceback.
+            code, message = 2, str(error)
+            exit_with_mistake(error)
         state, code = trainer.evaluate_only() if config.train.eval_only else trainer.train(), 0
-    except MISTAKES as error:
-        code, message = 2, str(error)
-        exit_with_mistake(error)
-    except BaseException as error:
+    except (Exception, KeyboardInterrupt) as error:
         message = repr(error)
         # At once: torchrun may end this process before Python gets to its traceback.
         print(f"rank {peers.rank} failed: {message}", file=sys.stderr, flush=True)
@@ -167,6 +169,18 @@ class Trainer:
         self.stop = StopSignal(device)
         self.may_update = NonFinitePolicy(config.guard, self.metrics.say)
         self.restore()
+        if config.train.eval_only:
+            self.check_evaluable()
+
+    def check_evaluable(self) -> None:
+        """Raises ValueError where an evaluation-only run has no weights or no text."""
+        if self.restored_from is None:
+            raise ValueError(
+                "train.eval_only=true needs weights: name a run that has a checkpoint (run.id), or give "
+                "checkpoint.init_from=PATH"
+            )
+        if not self.eval_sets:
+            raise ValueError("train.eval_only=true but data.eval names no held-out set")
 
     def restore(self) -> None:
         """Continue from a checkpoint, start from given weights, or start anew; say which."""
@@ -256,13 +270,6 @@ class Trainer:
 
     def evaluate_only(self) -> str:
         """Evaluate the weights that were restored, and nothing else."""
-        if self.restored_from is None:
-            raise ValueError(
-                "train.eval_only=true needs weights: name a run that has a checkpoint (run.id), or give "
-                "checkpoint.init_from=PATH"
-            )
-        if not self.eval_sets:
-            raise ValueError("train.eval_only=true but data.eval names no held-out set")
         self.evaluate()
         return "finished"
 
