@@ -31,7 +31,7 @@ from trainer.config import Config
 from trainer.data import build_eval_sets, build_train_loader
 from trainer.evaluate import EvalResult, evaluate
 from trainer.generate import generate
-from trainer.guard import NonFinitePolicy, StopSignal
+from trainer.guard import FAILED, NonFinitePolicy, StopSignal
 from trainer.install_check import check_one_root
 from trainer.metrics import RunMetrics
 from trainer.optim import build_optimizer, learning_rate, set_learning_rate
@@ -225,7 +225,10 @@ class Trainer:
                 metrics.log(self.step, result, lr)
             if self.is_due(config.train.eval_every, last):
                 self.evaluate()
-            signal = self.stop.agree()
+            signal = self.stop.agree(self.checkpointer.failed)
+            if signal == FAILED:
+                self.checkpointer.wait()
+                raise RuntimeError("a checkpoint could not be saved on another rank; see its message")
             if signal or self.is_due(config.checkpoint.every, last):
                 self.save()
             if signal and not last:
