@@ -26,6 +26,7 @@ from parallel.mesh import build_mesh, resolve_sizes
 from parallel.process_group import process_group
 from trainer.build import build_model
 from trainer.checkpoint import Checkpointer
+from trainer.checkpoint_files import find_checkpoint
 from trainer.compose import config_from_command_line, exit_with_mistake
 from trainer.config import Config
 from trainer.data import build_eval_sets, build_train_loader
@@ -36,7 +37,15 @@ from trainer.install_check import check_one_root
 from trainer.metrics import RunMetrics
 from trainer.optim import build_optimizer, learning_rate, set_learning_rate
 from trainer.peers import Peers
-from trainer.run import RunFolder, make_folder, new_run_id, prepare_run_folder, resolve_run_id, write_status
+from trainer.run import (
+    RunFolder,
+    check_architecture,
+    make_folder,
+    new_run_id,
+    prepare_run_folder,
+    resolve_run_id,
+    write_status,
+)
 from trainer.run_lock import WAIT_SECONDS, RunLock
 from trainer.step import StepResult, train_step
 from trainer.tokenizer import load_tokenizer
@@ -184,10 +193,13 @@ class Trainer:
 
     def restore(self) -> None:
         """Continue from a checkpoint, start from given weights, or start anew; say which."""
+        if self.folder.notice:
+            self.metrics.say(self.folder.notice)
         # An evaluation looks at the checkpoint that is named, whatever else the run has.
         path = self.checkpointer.resume_path(own_first=self.loader is not None)
-        init_from = self.config.checkpoint.init_from
-        self.restored_from: Path | str | None = path or init_from
+        self.restored_from = self.weights_folder(path)
+        if self.restored_from is not None:
+            self.check_architecture(self.restored_from, refuse=path is not None or self.loader is None)
         if path is not None and self.loader is not None:
             extra = self.checkpointer.load(path, self.model, self.optimizer)
             self.step = int(extra["step"])
@@ -199,6 +211,22 @@ class Trainer:
             self.step = int(extra["step"]) if self.loader is None else 0
             self.check_tokenizer(extra.get("tokenizer"))
             self.metrics.say(f"weights of step {extra['step']} from {self.restored_from}")
+
+    def weights_folder(self, resume: Path | None) -> Path | None:
+        """The step folder that the weights come from: where this run goes on, else checkpoint.init_from."""
+        init_from = self.config.checkpoint.init_from
+        if init_from is None:
+            return resume
+        if resume is not None:
+            self.metrics.say(f"checkpoint.init_from={init_from} is not used: the weights are those of {resume}")
+            return resume
+        return self.peers.from_rank0(lambda: find_checkpoint(init_from, self.metrics.say))
+
+    def check_architecture(self, step_folder: Path, *, refuse: bool) -> None:
+        """Weights mean nothing in another architecture: refused, or, where they are a start for a new run, told."""
+        notice = self.peers.from_rank0(lambda: check_architecture(self.config, step_folder, refuse=refuse))
+        if notice:
+            self.metrics.say(notice)
 
     def check_tokenizer(self, digest: str | None) -> None:
         """Weights mean nothing with another vocabulary: an evaluation refuses it, a new run is told."""
