@@ -18,11 +18,13 @@ from trainer.choices import AVAILABLE, BOUNDS, CHOICES
 from trainer.config import Config, SourceConfig, TrainConfig
 from trainer.hf_config import HF_PREFIX, choose_family
 from trainer.hf_families import FAMILIES
-from trainer.models.config import AttentionConfig
+from trainer.models.config import AttentionConfig, RopeConfig
 from trainer.schema import did_you_mean, leaf_type
 
 RUN_ID = re.compile(r"[A-Za-z0-9._-]+")
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
+# Settings of model.rope that only a stretched context reads.
+YARN_ONLY = ("factor", "original_seq_len", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
 def validate(config: Config) -> None:
@@ -37,6 +39,7 @@ def validate(config: Config) -> None:
     _check_run(config)
     _check_attention(config.model.attention)
     _check_model(config)
+    _check_rope(config.model.rope)
     _check_moe(config.model.moe)
     _check_precision(config)
     _check_batch(config)
@@ -182,11 +185,23 @@ def _check_model(config: Config) -> None:
             f"train.seq_len={train.seq_len} exceeds model.max_seq_len={model.max_seq_len}; "
             f"nearest legal: train.seq_len={model.max_seq_len}, or raise model.max_seq_len"
         )
-    factor = model.rope.factor
-    if model.rope.scaling == "yarn" and factor <= 1:
-        raise ValueError(f"model.rope.factor={factor} stretches nothing; set it above 1, or model.rope.scaling=none")
-    if model.rope.scaling == "none" and factor != 1:
-        raise ValueError(f"model.rope.factor={factor} does nothing with model.rope.scaling=none; set scaling=yarn")
+
+
+def _check_rope(rope: RopeConfig) -> None:
+    if rope.scaling == "yarn":
+        if rope.factor <= 1:
+            raise ValueError(
+                f"model.rope.factor={rope.factor} stretches nothing; set it above 1, or model.rope.scaling=none"
+            )
+        return
+    plain = RopeConfig()
+    for name in YARN_ONLY:
+        value, default = getattr(rope, name), getattr(plain, name)
+        if value != default:
+            raise ValueError(
+                f"model.rope.{name}={value} does nothing with model.rope.scaling=none; set model.rope.scaling=yarn, or "
+                f"model.rope.{name}={default}"
+            )
 
 
 def _check_moe(moe: MoEConfig) -> None:
