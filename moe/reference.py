@@ -86,7 +86,8 @@ def reference_experts(
     rows, slots = (torch.cat(indices) for indices in zip(*places, strict=True))
     pairs_RKD = x_RD.new_zeros(*local_ids_RK.shape, x_RD.shape[1], dtype=accumulate)
     pairs_RKD = pairs_RKD.index_put((rows, slots), torch.cat(outputs))
-    out_RD = pairs_RKD[:, 0]
+    # A copy: what leaves a module that FSDP wraps must not be a view.
+    out_RD = pairs_RKD[:, 0].clone()
     for k in range(1, local_ids_RK.shape[1]):
         out_RD = out_RD + pairs_RKD[:, k]
     return out_RD.to(x_RD.dtype)

@@ -8,7 +8,7 @@
 # value chosen and the reason. DRY_RUN=1 prints the torchrun command and stops.
 #
 # Signals: SIGUSR1, SIGTERM, SIGHUP and Ctrl-C ask every worker to save at the next step boundary and exit; a second
-# Ctrl-C kills them. Exit code, from the run's status.json: 0 finished, 75 preempted (start it again with the same run
+# Ctrl-C kills them. Exit code, from status.json and torchrun: 0 finished, 75 preempted (start it again with the same run
 # id and it resumes), 2 a mistake in the config or the data, 1 anything else.
 set -uo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -243,11 +243,16 @@ conclude() {
   [ -n "$worker_code" ] && [ "$worker_code" != None ] || worker_code=$(cat "$exit_file" 2>/dev/null)
   rm -f "$exit_file"
   case $state in
-    finished) exit 0 ;;
+    # Torchrun's code speaks for every process: one may have failed after rank 0 wrote that the run is finished.
+    finished) [ "$code" != 0 ] || exit 0 ;;
     preempted) say "run $run_id was stopped and saved; the same command with run.id=$run_id goes on"; exit "$EXIT_PREEMPTED" ;;
   esac
   [ "$code" != 0 ] || exit 0
-  say "run $run_id failed (torchrun: $code); see the first error above and $status_file"
+  if [ "$state" = finished ]; then
+    say "run $run_id finished its steps, but a process failed on the way out (torchrun: $code); see the errors above"
+  else
+    say "run $run_id failed (torchrun: $code); see the first error above and $status_file"
+  fi
   [ "$worker_code" != "$EXIT_CONFIG" ] || exit "$EXIT_CONFIG"
   exit 1
 }

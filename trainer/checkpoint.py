@@ -6,7 +6,7 @@ their owners), and each rank reads the parts that its own layout needs. Nobody e
 
 A background save copies this rank's shards to host memory before `save` returns; only files are written behind
 training's back. At most one save is on its way; its error is raised by the next `save`, `wait` or `close`, on every
-rank together.
+rank together. `failed` tells of it before: the loop asks at every step.
 """
 
 import json
@@ -101,6 +101,12 @@ class Checkpointer:
             return
         job.tensors = self._staging.copy(tensors)
         self._pending = self._thread.submit(self._write, job)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save that was on its way has failed on this rank; `wait` then raises why. Costs nothing."""
+        pending = self._pending
+        return pending is not None and pending.done() and pending.exception() is not None
 
     def wait(self) -> None:
         """Return when nothing is on its way to disk. Raises what a background save raised."""

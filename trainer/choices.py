@@ -56,6 +56,8 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "comms.chunks": (1,),
     "comms.num_ctas": (None,),
     "profile.steps": (0,),
+    # Where profile.steps begin.
+    "profile.start": (10,),
 }
 
 _POSITIVE = (1, math.inf)

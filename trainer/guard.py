@@ -20,6 +20,8 @@ from trainer.config import GuardConfig
 
 # In rising order of weight: when ranks got different signals, the last one counts.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+# What `agree` answers when a rank says that something failed; it outweighs every signal.
+FAILED = "FAILED"
 
 
 class StopSignal:
@@ -36,23 +38,28 @@ class StopSignal:
     def _remember(self, number: int, _: FrameType | None) -> None:
         self.flag = max(self.flag, 1 + SIGNALS.index(signal.Signals(number)))
 
-    def agree(self) -> str | None:
+    def agree(self, failed: bool = False) -> str | None:
         """The signal that any rank got, by name (SIGTERM, SIGUSR1), or None. The same answer on every rank.
+
+        FAILED if any rank passes `failed`: what runs in the background of a rank can fail without the others.
 
         One all-reduce of one integer, on the CPU where the process group can do that, so that it does not wait for
         work queued on the GPU. A loop that reduces something anyway can take the maximum of `flag` with it, and
         `name_of` the result.
         """
+        mine = len(SIGNALS) + 1 if failed else self.flag
         if not dist.is_initialized():
-            return self.name_of(self.flag)
+            return self.name_of(mine)
         on_host = "gloo" in dist.get_backend_config()
-        flag = torch.tensor(self.flag, dtype=torch.int32, device="cpu" if on_host else self._device)
+        flag = torch.tensor(mine, dtype=torch.int32, device="cpu" if on_host else self._device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return self.name_of(int(flag))
 
     @staticmethod
     def name_of(flag: int) -> str | None:
         """The name of a flag's signal; None for 0."""
+        if flag > len(SIGNALS):
+            return FAILED
         return SIGNALS[flag - 1].name if flag else None
 
     def restore(self) -> None:

@@ -81,7 +81,8 @@ class RunFolder:
     attempt: int
     # The run had ended and nothing asks for more: the caller stops with exit code 0.
     finished: bool
-    # For the log: that the run is finished, or which permitted settings changed; empty when there is nothing to say.
+    # For the log: that the run is finished, or which permitted settings changed, or that a file of it was damaged;
+    # empty when there is nothing to say.
     notice: str
 
 
@@ -116,6 +117,21 @@ def run_path(config: Config) -> Path:
     return Path(config.run.root) / config.run.id
 
 
+def make_folder(config: Config) -> Path:
+    """`run_path`, made where it is not there yet.
+
+    Raises:
+        ValueError: something else has its name, or the name of a folder above it.
+    """
+    path = run_path(config)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        hint = "choose another run.root or run.id"
+        raise ValueError(f"the run's folder {path} cannot be made ({error}); {hint}") from None
+    return path
+
+
 def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int) -> RunFolder:
     """Create the run's folder or join it as the next attempt. Rank 0 only; `config.run.id` must be settled.
 
@@ -132,16 +148,12 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     if status and status["state"] == "finished" and not any(change.key in ENDS for change in changes):
         return RunFolder(path, path.name, int(status["attempt"]), finished=True, notice=_finished_text(path, status))
     _refuse_to_mix(config, path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        hint = "choose another run.root or run.id"
-        raise ValueError(f"the run's folder {path} cannot be made ({error}); {hint}") from None
+    make_folder(config)
     replace_file(path / "config.yaml", config_to_yaml(config))
     replace_file(path / "overrides.yaml", yaml.safe_dump(list(overrides)))
-    _record_environment(path, attempt, world_size)
+    notices = (_changes_text(changes), _record_environment(path, attempt, world_size))
     write_status(path, "running", attempt=attempt, step=status["step"] if status else None)
-    return RunFolder(path, path.name, attempt, finished=False, notice=_changes_text(changes))
+    return RunFolder(path, path.name, attempt, finished=False, notice="\n".join(filter(None, notices)))
 
 
 def write_status(
@@ -194,7 +206,7 @@ def refuse_changes(old: Config, new: Config, origin: Path) -> list[Change]:
     """
     changes = changed_settings(old, new)
     guarded = GUARDED_EVAL_ONLY if new.train.eval_only else GUARDED
-    refused = [c for c in changes if _within(c.key, guarded) and not _within(c.key, (*FREE, *new.run.allow_changes))]
+    refused = _refused(changes, guarded, new)
     if refused:
         keys = ",".join(change.key for change in refused)
         raise ValueError(
@@ -203,6 +215,33 @@ def refuse_changes(old: Config, new: Config, origin: Path) -> list[Change]:
             f"'run.allow_changes=[{keys}]'."
         )
     return changes
+
+
+def check_architecture(config: Config, step_folder: Path, *, refuse: bool) -> str:
+    """Compare `model` with the config of the run whose checkpoint this is: equal shapes may still compute otherwise.
+
+    Returns:
+        What to tell the user: the differences, where they are not refused, or that nothing could be compared.
+    Raises:
+        ValueError: with `refuse`, a setting differs and `run.allow_changes` does not name it. Or its config cannot be
+            read.
+    """
+    checkpoints = step_folder.resolve().parent
+    stored = checkpoints.parent / "config.yaml"
+    if checkpoints.name != "checkpoints" or not stored.exists():
+        return f"{step_folder} is in no run's folder: whether its architecture is that of model.* cannot be checked"
+    changes = changed_settings(load_config(stored), config)
+    refused = _refused(changes, ("model",), config)
+    if refused and refuse:
+        keys = ",".join(change.key for change in refused)
+        raise ValueError(
+            f"{step_folder} belongs to a run with another architecture ({stored}):\n{_diff(refused)}\n"
+            f"Use the stored values, or accept the changes with 'run.allow_changes=[{keys}]'."
+        )
+    different = [c for c in changes if _within(c.key, ("model",)) and not _within(c.key, FREE)]
+    if not different:
+        return ""
+    return f"warning: {step_folder} belongs to a run with another architecture ({stored}):\n{_diff(different)}"
 
 
 def describe_environment(world_size: int) -> dict[str, Any]:
@@ -238,6 +277,11 @@ def replace_file(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def _refused(changes: Sequence[Change], guarded: Sequence[str], config: Config) -> list[Change]:
+    allowed = (*FREE, *config.run.allow_changes)
+    return [change for change in changes if _within(change.key, guarded) and not _within(change.key, allowed)]
+
+
 def _check_against_stored(config: Config, path: Path) -> list[Change]:
     stored = path / "config.yaml"
     if not stored.exists() or _never_began(path):
@@ -262,11 +306,21 @@ def _refuse_to_mix(config: Config, path: Path) -> None:
         )
 
 
-def _record_environment(path: Path, attempt: int, world_size: int) -> None:
+def _record_environment(path: Path, attempt: int, world_size: int) -> str:
+    """Add this attempt to environment.json. Nothing depends on that file: a damaged one is set aside, and that told."""
     file = path / "environment.json"
-    attempts = json.loads(file.read_text())["attempts"] if file.exists() else []
-    attempts.append({"attempt": attempt, **describe_environment(world_size)})
+    entry = {"attempt": attempt, **describe_environment(world_size)}
+    notice = ""
+    try:
+        attempts = json.loads(file.read_text())["attempts"] if file.exists() else []
+        attempts.append(entry)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        aside = file.with_name("environment.damaged.json")
+        os.replace(file, aside)
+        notice = f"{file} was damaged: what it said of earlier attempts is in {aside.name}, a new list begins"
+        attempts = [entry]
     replace_file(file, json.dumps({"attempts": attempts}, indent=2) + "\n")
+    return notice
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -24,6 +24,7 @@ VERSION = 1
 SUFFIX = ".tokens"
 # magic, version, bytes per token, tokens, documents, vocabulary, tokenizer's digest, digest of the content.
 HEADER = struct.Struct("<8sIIQQQ16s16s24x")
+_MEND = "remove it, then copy or tokenise it again"
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,11 @@ class ShardWriter:
 
 
 def open_shard(path: str) -> Shard:
-    """Memory-map one shard. Raises ValueError with the file's name for a foreign, newer or shortened file."""
+    """Memory-map one shard.
+
+    Raises ValueError with the file's name for a foreign, newer or shortened file, or one whose documents overlap. Token
+    ids are checked when they are read: that may be terabytes.
+    """
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
@@ -115,9 +120,29 @@ def open_shard(path: str) -> Shard:
     if size != expected:
         word = "cut short" if size < expected else "too long"
         raise ValueError(f"{path} is {word}: {size} bytes, its header promises {expected}: copy or tokenise it again")
+    if not num_tokens or not num_documents:
+        raise ValueError(f"{path} is damaged: it has {num_tokens} tokens in {num_documents} documents: {_MEND}")
     tokens = np.memmap(path, dtype=f"<u{itemsize}", mode="r", offset=HEADER.size, shape=(num_tokens,))
     ends, starts = np.memmap(path, dtype="<u8", mode="r", offset=columns, shape=(2, num_documents))
+    _check_documents(path, num_tokens, ends, starts)
     return Shard(path, tokens, ends, starts, vocab_size, tokenizer, content)
+
+
+def _check_documents(path: str, num_tokens: int, ends: npt.NDArray[np.uint64], starts: npt.NDArray[np.uint64]) -> None:
+    """Every document has tokens, the last ends with the file's tokens, and labels begin within their document."""
+    if int(ends[-1]) != num_tokens:
+        where = f"its last document, {len(ends) - 1}, ends at token {ends[-1]} of {num_tokens}"
+        raise ValueError(f"{path} is damaged: {where}: {_MEND}")
+    begins = np.concatenate([np.zeros(1, ends.dtype), ends[:-1]])
+    # Unsigned numbers: compared, never subtracted, until they are known to rise.
+    if (wrong := np.flatnonzero(ends <= begins)).size:
+        document = int(wrong[0])
+        where = f"document {document} goes from token {begins[document]} to {ends[document]}"
+        raise ValueError(f"{path} is damaged: {where}: {_MEND}")
+    if (wrong := np.flatnonzero(starts > ends - begins)).size:
+        document = int(wrong[0])
+        where = f"the labels of document {document} begin at {starts[document]}, after its end"
+        raise ValueError(f"{path} is damaged: {where}: {_MEND}")
 
 
 class Corpus:
@@ -141,8 +166,17 @@ class Corpus:
         return hashlib.blake2b(b"".join(s.content_digest for s in self._shards), digest_size=16).hexdigest()
 
     def tokens(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop) of a document, cut at its end."""
-        shard = self._shards[int(np.searchsorted(self._first, document, side="right")) - 1]
+        """Tokens [start, stop) of a document, cut at its end.
+
+        Raises ValueError for an id that the vocabulary does not have: a GPU would only say that an assertion failed."""
+        number = int(np.searchsorted(self._first, document, side="right")) - 1
+        shard = self._shards[number]
         begin = int(self._begins[document])
         stop = min(stop, int(self.lengths[document]))
-        return shard.tokens[begin + start : begin + stop].astype(np.int64)
+        tokens = shard.tokens[begin + start : begin + stop].astype(np.int64)
+        if tokens.size and (highest := int(tokens.max())) >= shard.vocab_size:
+            raise ValueError(
+                f"{shard.path} is damaged: document {document - int(self._first[number])} has the token {highest}, and "
+                f"the vocabulary {shard.vocab_size} entries: {_MEND}"
+            )
+        return tokens

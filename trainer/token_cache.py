@@ -123,7 +123,7 @@ def _open_matching(path: str, tokenizer: Tokenizer, where: str) -> Shard:
         shard = open_shard(path)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if shard.tokenizer_digest != tokenizer.digest:
+    if (shard.tokenizer_digest, shard.vocab_size) != (tokenizer.digest, tokenizer.vocab_size):
         raise ValueError(
             f"{where}: {path} was written with another tokenizer ({shard.vocab_size} entries) than {tokenizer.name} "
             f"({tokenizer.vocab_size} entries): point data.tokenizer at the one saved beside the shards"

@@ -26,19 +26,29 @@ from parallel.mesh import build_mesh, resolve_sizes
 from parallel.process_group import process_group
 from trainer.build import build_model
 from trainer.checkpoint import Checkpointer
+from trainer.checkpoint_files import find_checkpoint
 from trainer.compose import config_from_command_line, exit_with_mistake
 from trainer.config import Config
 from trainer.data import build_eval_sets, build_train_loader
 from trainer.evaluate import EvalResult, evaluate
 from trainer.generate import generate
-from trainer.guard import NonFinitePolicy, StopSignal
+from trainer.guard import FAILED, NonFinitePolicy, StopSignal
 from trainer.hf_config import HF_PREFIX
 from trainer.hf_run import export_run, inherit_source, start_from
 from trainer.install_check import check_one_root
 from trainer.metrics import RunMetrics
 from trainer.optim import build_optimizer, learning_rate, set_learning_rate
 from trainer.peers import Peers
-from trainer.run import RunFolder, new_run_id, prepare_run_folder, resolve_run_id, write_status
+from trainer.run import (
+    RunFolder,
+    check_architecture,
+    make_folder,
+    new_run_id,
+    prepare_run_folder,
+    resolve_run_id,
+    write_status,
+)
+from trainer.run_lock import WAIT_SECONDS, RunLock
 from trainer.step import StepResult, train_step
 from trainer.tokenizer import load_tokenizer
 from trainer.validate import accumulation_steps, resolve_parallel
@@ -60,10 +70,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: Config, overrides: Sequence[str], device: torch.device) -> int:
     """One attempt of a run inside its process group; returns the exit code. Collective."""
+    lock = RunLock()
+    try:
+        return _attempt(config, overrides, device, lock)
+    finally:
+        lock.release()
+
+
+def _attempt(config: Config, overrides: Sequence[str], device: torch.device, lock: RunLock) -> int:
     peers = Peers(config.parallel.timeout_seconds)
     try:
         config = settle(config, peers)
-        folder = peers.from_rank0(lambda: prepare_run_folder(config, overrides, peers.size))
+        folder = peers.from_rank0(lambda: _enter_folder(config, overrides, peers.size, lock))
     except MISTAKES as error:
         exit_with_mistake(error)
     if folder.finished:
@@ -76,12 +94,14 @@ def run(config: Config, overrides: Sequence[str], device: torch.device) -> int:
         record = _no_status
     trainer, state, code, message = None, "failed", 1, ""
     try:
-        trainer = Trainer(config, folder, device, peers)
+        try:
+            trainer = Trainer(config, folder, device, peers)
+        except MISTAKES as error:
+            # Only here: once the loop runs, the same kind of exception is a fault of ours and needs its traceback.
+            code, message = 2, str(error)
+            exit_with_mistake(error)
         state, code = trainer.evaluate_only() if config.train.eval_only else trainer.train(), 0
-    except MISTAKES as error:
-        code, message = 2, str(error)
-        exit_with_mistake(error)
-    except BaseException as error:
+    except (Exception, KeyboardInterrupt) as error:
         message = repr(error)
         # At once: torchrun may end this process before Python gets to its traceback.
         print(f"rank {peers.rank} failed: {message}", file=sys.stderr, flush=True)
@@ -92,6 +112,15 @@ def run(config: Config, overrides: Sequence[str], device: torch.device) -> int:
         if trainer is not None:
             trainer.close(code)
     return code
+
+
+def _enter_folder(config: Config, overrides: Sequence[str], world_size: int, lock: RunLock) -> RunFolder:
+    """The run's folder, which from now on no other process trains in. Rank 0 only."""
+    # An evaluation may look at a run that is being trained.
+    if not config.train.eval_only:
+        # The other ranks wait meanwhile, and not for ever.
+        lock.acquire(make_folder(config), min(WAIT_SECONDS, config.parallel.timeout_seconds / 2))
+    return prepare_run_folder(config, overrides, world_size)
 
 
 def settle(config: Config, peers: Peers) -> Config:
@@ -151,31 +180,51 @@ class Trainer:
         self.stop = StopSignal(device)
         self.may_update = NonFinitePolicy(config.guard, self.metrics.say)
         self.restore()
+        if config.train.eval_only:
+            self.check_evaluable()
+
+    def check_evaluable(self) -> None:
+        """Raises ValueError where an evaluation-only run has no weights or no text."""
+        if self.restored_from is None:
+            raise ValueError(
+                "train.eval_only=true needs weights: name a run that has a checkpoint (run.id), or give "
+                "checkpoint.init_from=PATH"
+            )
+        if not self.eval_sets:
+            raise ValueError("train.eval_only=true but data.eval names no held-out set")
 
     def restore(self) -> None:
         """Continue from a checkpoint, start from given weights, or start anew; say which."""
+        if self.folder.notice:
+            self.metrics.say(self.folder.notice)
         # An evaluation looks at the checkpoint that is named, whatever else the run has.
         path = self.checkpointer.resume_path(own_first=self.loader is not None)
-        init_from = self.config.checkpoint.init_from
-        self.restored_from: Path | str | None = path or init_from
+        init_from = self.config.checkpoint.init_from or ""
+        self.restored_from: Path | None = None
+        if path is None and init_from.startswith(HF_PREFIX):
+            self.start_from_hugging_face(Path(init_from.removeprefix(HF_PREFIX)))
+            return
+        self.restored_from = self.weights_folder(path)
+        if self.restored_from is not None:
+            self.check_architecture(self.restored_from, refuse=path is not None or self.loader is None)
         if path is not None and self.loader is not None:
             extra = self.checkpointer.load(path, self.model, self.optimizer)
             self.step = int(extra["step"])
             self.loader.load_state_dict(extra["data"])
             self.metrics.resume(extra)
             self.metrics.say(f"continuing from {path} at step {self.step}")
-        elif path is None and init_from is not None and init_from.startswith(HF_PREFIX):
-            self.start_from_hugging_face(init_from.removeprefix(HF_PREFIX))
         elif self.restored_from is not None:
             extra = self.checkpointer.load_weights(self.restored_from, self.model)
             self.step = int(extra["step"]) if self.loader is None else 0
             self.check_tokenizer(extra.get("tokenizer"))
             self.metrics.say(f"weights of step {extra['step']} from {self.restored_from}")
             if self.loader is not None:
-                self.peers.from_rank0(lambda: inherit_source(Path(str(init_from)), self.folder.path))
+                step_folder = self.restored_from
+                self.peers.from_rank0(lambda: inherit_source(step_folder, self.folder.path))
 
-    def start_from_hugging_face(self, path: str) -> None:
+    def start_from_hugging_face(self, path: Path) -> None:
         """The weights of a Hugging Face folder; what export needs of it is kept in the run's folder."""
+        self.restored_from = path
         keep_in = None if self.config.train.eval_only else self.folder.path
         moved, digest = start_from(path, self.model, self.config.model, keep_in, self.peers)
         for note in moved.notes:
@@ -189,6 +238,22 @@ class Trainer:
             moved = export_run(self.folder.path, self.model, self.config.model, self.tokenizer, self.peers)
         for note in moved.notes:
             self.metrics.say(note)
+
+    def weights_folder(self, resume: Path | None) -> Path | None:
+        """The step folder that the weights come from: where this run goes on, else checkpoint.init_from."""
+        init_from = self.config.checkpoint.init_from
+        if init_from is None:
+            return resume
+        if resume is not None:
+            self.metrics.say(f"checkpoint.init_from={init_from} is not used: the weights are those of {resume}")
+            return resume
+        return self.peers.from_rank0(lambda: find_checkpoint(init_from, self.metrics.say))
+
+    def check_architecture(self, step_folder: Path, *, refuse: bool) -> None:
+        """Weights mean nothing in another architecture: refused, or, where they are a start for a new run, told."""
+        notice = self.peers.from_rank0(lambda: check_architecture(self.config, step_folder, refuse=refuse))
+        if notice:
+            self.metrics.say(notice)
 
     def check_tokenizer(self, digest: str | None) -> None:
         """Weights mean nothing with another vocabulary: an evaluation refuses it, a new run is told."""
@@ -215,7 +280,10 @@ class Trainer:
                 metrics.log(self.step, result, lr)
             if self.is_due(config.train.eval_every, last):
                 self.evaluate()
-            signal = self.stop.agree()
+            signal = self.stop.agree(self.checkpointer.failed)
+            if signal == FAILED:
+                self.checkpointer.wait()
+                raise RuntimeError("a checkpoint could not be saved on another rank; see its message")
             if signal or self.is_due(config.checkpoint.every, last):
                 self.save()
             if signal and not last:
@@ -262,13 +330,6 @@ class Trainer:
 
     def evaluate_only(self) -> str:
         """Evaluate the weights that were restored, and nothing else."""
-        if self.restored_from is None:
-            raise ValueError(
-                "train.eval_only=true needs weights: name a run that has a checkpoint (run.id), or give "
-                "checkpoint.init_from=PATH"
-            )
-        if not self.eval_sets:
-            raise ValueError("train.eval_only=true but data.eval names no held-out set")
         self.evaluate()
         return "finished"
 

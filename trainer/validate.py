@@ -23,6 +23,8 @@ from trainer.schema import did_you_mean, leaf_type
 
 RUN_ID = re.compile(r"[A-Za-z0-9._-]+")
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
+# Settings of model.rope that only a stretched context reads.
+YARN_ONLY = ("factor", "original_seq_len", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
 def validate(config: Config) -> None:
@@ -37,6 +39,7 @@ def validate(config: Config) -> None:
     _check_run(config)
     _check_attention(config.model.attention)
     _check_model(config)
+    _check_rope(config.model.rope)
     _check_moe(config.model.moe)
     _check_precision(config)
     _check_batch(config)
@@ -197,16 +200,25 @@ def _check_model(config: Config) -> None:
 
 
 def _check_rope(rope: RopeConfig) -> None:
-    factor = rope.factor
     if rope.scaling == "llama3" and rope.high_freq_factor < rope.low_freq_factor:
         raise ValueError(
             f"model.rope.high_freq_factor={rope.high_freq_factor} is below model.rope.low_freq_factor="
             f"{rope.low_freq_factor}; nearest legal: model.rope.high_freq_factor={rope.low_freq_factor}"
         )
-    if rope.scaling != "none" and factor <= 1:
-        raise ValueError(f"model.rope.factor={factor} stretches nothing; set it above 1, or model.rope.scaling=none")
-    if rope.scaling == "none" and factor != 1:
-        raise ValueError(f"model.rope.factor={factor} does nothing with model.rope.scaling=none; set scaling=yarn")
+    if rope.scaling != "none":
+        if rope.factor <= 1:
+            raise ValueError(
+                f"model.rope.factor={rope.factor} stretches nothing; set it above 1, or model.rope.scaling=none"
+            )
+        return
+    plain = RopeConfig()
+    for name in YARN_ONLY:
+        value, default = getattr(rope, name), getattr(plain, name)
+        if value != default:
+            raise ValueError(
+                f"model.rope.{name}={value} does nothing with model.rope.scaling=none; set model.rope.scaling=yarn, or "
+                f"model.rope.{name}={default}"
+            )
 
 
 def _check_moe(moe: MoEConfig) -> None:

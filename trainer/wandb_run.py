@@ -34,9 +34,10 @@ class WandbRun:
             ) from error
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Send a line's numbers. Arrays and what does not apply are left out."""
+        """Send a line's numbers, with null for what does not apply. Arrays stay in the file."""
         if self._run is not None:
-            self._run.log({name: value for name, value in record.items() if isinstance(value, int | float)})
+            scalar = int | float | None
+            self._run.log({name: value for name, value in record.items() if isinstance(value, scalar)})
 
     def close(self, exit_code: int) -> None:
         """Finish the W&B run with the exit code of ours."""

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.harness import run_workers
-from trainer.guard import StopSignal
+from trainer.guard import FAILED, StopSignal
 
 
 def steps_until_stop(rank: int, step: int) -> tuple[int, str | None]:
@@ -28,3 +28,16 @@ def test_all_ranks_agree() -> None:
     assert run_workers(steps_until_stop, 2, 1, 3) == [(3, "SIGUSR1")] * 2
     assert run_workers(steps_until_stop, 2, 0, 0) == [(0, "SIGUSR1")] * 2
     assert run_workers(steps_until_stop, 2, 5, 0) == [(10, None)] * 2
+
+
+def answer_when_failing(rank: int) -> tuple[str | None, str | None]:
+    """Answers at two boundaries; `rank` says at the first that something failed."""
+    stop = StopSignal(torch.device("cpu"))
+    try:
+        return stop.agree(failed=dist.get_rank() == rank), stop.agree()
+    finally:
+        stop.restore()
+
+
+def test_a_failure_on_one_rank_is_known_to_all() -> None:
+    assert run_workers(answer_when_failing, 2, 1) == [(FAILED, None)] * 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.runs import ROOT, Bench
+from tests.e2e.runs import ROOT, Bench, attempt, contents
 from tests.transformers_models import COMMON, build_reference
 from trainer.checkpoint import load_weights
 from trainer.compose import load_config
@@ -107,18 +107,28 @@ def test_training_moved_the_weights_and_nothing_else(place):
     assert (place / "my_imported" / "checkpoints" / "latest").read_text().strip() == "step_00000000"
 
 
+@pytest.mark.slow
+def test_a_run_from_an_imported_one_ends_in_the_same_kind_of_folder(place, bench: Bench):
+    """Import, train on that, export. At learning rate 0 the files are those of the start."""
+    words = ["--config-dir", str(place / "my_configs"), "model=mine", "train.steps=1", "optim.lr=0", "train.seq_len=64"]
+    words += [f"data.tokenizer={place}/my_model", f"checkpoint.init_from={place}/my_imported"]
+    words += ["checkpoint.export_hf=true", "precision=fp32", "data=text", f"data.train.text.paths=[{place}/my_text/*]"]
+    done = attempt([*words, f"run.root={bench.folder}/runs", "run.id=second", f"data.cache_dir={bench.folder}/cache"])
+    assert done.code == 0, done.err
+    assert contents(bench.path("second") / "hf") == contents(place / "my_model")
+
+
 def test_a_wrong_folder_is_a_mistake(bench: Bench, tmp_path):
     """Exit code 2, before anything is trained."""
     reference, _ = build_reference("mixtral", torch.float32)
     reference.save_pretrained(tmp_path)
-    attempt = bench.alone("wrong-folder", f"checkpoint.init_from=hf:{tmp_path}")
-    assert (
-        attempt.code == 2 and "is another model (mixtral) than this run's: model.attention.head_dim=16" in attempt.err
-    )
+    done = bench.alone("wrong-folder", f"checkpoint.init_from=hf:{tmp_path}")
+    assert done.code == 2
+    assert "is another model (mixtral) than this run's: model.attention.head_dim=16" in done.err
     assert json.loads((bench.path("wrong-folder") / "status.json").read_text())["state"] == "failed"
 
 
 def test_export_of_what_no_format_has_is_refused_at_once(bench: Bench):
-    attempt = bench.alone("no-format", "checkpoint.export_hf=true", "model.moe.score_function=sigmoid")
-    assert attempt.code == 2 and "checkpoint.export_hf=true: no Hugging Face format" in attempt.err
+    done = bench.alone("no-format", "checkpoint.export_hf=true", "model.moe.score_function=sigmoid")
+    assert done.code == 2 and "checkpoint.export_hf=true: no Hugging Face format" in done.err
     assert not bench.path("no-format").exists()

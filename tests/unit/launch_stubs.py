@@ -17,8 +17,8 @@ TRAIN = ROOT / "scripts" / "train.sh"
 SBATCH = ROOT / "scripts" / "slurm" / "train.sbatch"
 
 # A worker as trainer.train is one: handlers late (start-up takes time), a step every 20 ms, and on a stop signal it
-# saves at the next step boundary and exits 0. Behaviour by $WORKER: stop (until told), finish, fail, config_early,
-# config_late, deaf (never ends by itself).
+# saves at the next step boundary and exits 0. Behaviour by $WORKER: stop (until told), finish, fail, late_fail (rank
+# 0 has finished), config_early, config_late, deaf (never ends by itself).
 WORKER = """
 import json, os, pathlib, signal, sys, time
 stubs, mode = pathlib.Path(os.environ["STUBS"]), os.environ.get("WORKER", "stop")
@@ -50,9 +50,9 @@ if mode == "fail":
     sys.exit(1)
 for _ in range(1500):
     time.sleep(0.02)
-    if mode == "finish":
+    if mode in ("finish", "late_fail"):
         status("finished", 0)
-        sys.exit(0)
+        sys.exit(1 if mode == "late_fail" and rank != "0.0" else 0)
     if got and mode == "stop":
         note("saved-on-" + got[0])
         status("preempted", 0)

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -234,6 +235,36 @@ def test_full_disk_is_told_and_harms_nothing(
     saver.save(4, model, optimizer, {})
     saver.close()
     assert open_checkpoint(tmp_path).step == 4
+
+
+def test_a_background_save_that_failed_is_known_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, asynchronous=True)
+    fails = threading.Event()
+
+    def full(*_: object) -> int:
+        fails.wait(20)
+        raise OSError(28, "No space left on device")
+
+    assert not saver.failed
+    monkeypatch.setattr(files._ChecksumStream, "write", full)
+    saver.save(1, model, optimizer, {})
+    assert not saver.failed, "it is on its way"
+    fails.set()
+    deadline = time.monotonic() + 20
+    while not saver.failed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert saver.failed
+    with pytest.raises(RuntimeError, match="step 1 was not saved"):
+        saver.wait()
+    assert not saver.failed, "it has been told"
+    monkeypatch.undo()
+    saver.save(2, model, optimizer, {})
+    saver.wait()
+    assert not saver.failed
+    saver.close()
 
 
 def test_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.config import GuardConfig
-from trainer.guard import NonFinitePolicy, StopSignal
+from trainer.guard import FAILED, NonFinitePolicy, StopSignal
 
 
 def test_a_signal_sets_a_flag_and_nothing_else() -> None:
@@ -22,6 +22,8 @@ def test_a_signal_sets_a_flag_and_nothing_else() -> None:
         assert stop.agree() == "SIGTERM"
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.agree() == "SIGTERM", "the weightier signal stays"
+        assert stop.agree(failed=True) == FAILED, "a failure outweighs it"
+        assert stop.agree() == "SIGTERM"
     finally:
         stop.restore()
 

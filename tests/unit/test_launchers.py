@@ -74,7 +74,9 @@ def test_workers_of_a_killed_torchrun_are_stopped(stubs: Stubs) -> None:
     assert stubs.living_workers() == []
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("finish", 0), ("fail", 1), ("config_early", 2), ("config_late", 2)])
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("finish", 0), ("fail", 1), ("late_fail", 1), ("config_early", 2), ("config_late", 2)]
+)
 def test_exit_code_says_how_the_run_ended(stubs: Stubs, mode: str, expected: int) -> None:
     code, output = _finish(stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r", WORKER=mode))
     assert code == expected, output

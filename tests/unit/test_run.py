@@ -14,6 +14,7 @@ from trainer.config import Config, SourceConfig
 from trainer.run import (
     RunFolder,
     changed_settings,
+    check_architecture,
     new_run_id,
     prepare_run_folder,
     read_status,
@@ -206,6 +207,55 @@ def test_changed_settings_finds_entries_that_came_or_went(config: Config) -> Non
     assert changed_settings(config, config) == []
 
 
+def other_model(config: Config, **settings: Any) -> Config:
+    """The same run's config with other settings of the model, as another run."""
+    model = dataclasses.replace(config.model, **settings)
+    return dataclasses.replace(config, model=model, run=dataclasses.replace(config.run, id="r2"))
+
+
+def test_a_checkpoint_of_another_architecture_with_equal_shapes_is_refused(config: Config) -> None:
+    step = start(config).path / "checkpoints" / "step_00000010"
+    assert check_architecture(other_model(config), step, refuse=True) == ""
+    changed = other_model(config, rope=dataclasses.replace(config.model.rope, theta=77.0))
+    with pytest.raises(ValueError) as raised:
+        check_architecture(changed, step, refuse=True)
+    first, second, last = str(raised.value).splitlines()
+    assert str(step) in first and "config.yaml" in first
+    assert second == "  model.rope.theta: 10000.0 -> 77.0"
+    assert "run.allow_changes=[model.rope.theta]" in last
+    assert second in check_architecture(changed, step, refuse=False).splitlines()
+    changed.run.allow_changes = ["model.rope"]
+    assert second in check_architecture(changed, step, refuse=True).splitlines(), "accepted, and still told"
+
+
+def test_what_is_no_architecture_may_differ_from_the_checkpoints_run(config: Config) -> None:
+    step = start(config).path / "checkpoints" / "step_00000010"
+    changed = other_model(config, name="renamed", moe=dataclasses.replace(config.model.moe, backend="reference"))
+    changed.optim = dataclasses.replace(changed.optim, lr=0.5)
+    assert check_architecture(changed, step, refuse=True) == ""
+
+
+def test_a_checkpoint_outside_a_run_cannot_be_compared_and_that_is_told(config: Config, tmp_path: Path) -> None:
+    path = start(config).path
+    for step in (tmp_path / "kept" / "checkpoints" / "step_00000010", path / "elsewhere" / "step_00000010"):
+        assert "cannot be checked" in check_architecture(config, step, refuse=True)
+    (path / "config.yaml").write_text("model: {dimm: 3}")
+    with pytest.raises(ValueError, match=r"r1/config\.yaml: .*dimm"):
+        check_architecture(config, path / "checkpoints" / "step_00000010", refuse=True)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"attempts": 3}', b"\xff\xfe"])
+def test_damaged_list_of_environments_is_set_aside(config: Config, text: str | bytes) -> None:
+    path = start(config).path
+    damaged = text.encode() if isinstance(text, str) else text
+    (path / "environment.json").write_bytes(damaged)
+    folder = start(config)
+    assert "environment.json was damaged" in folder.notice and "environment.damaged.json" in folder.notice
+    assert [entry["attempt"] for entry in json.loads((path / "environment.json").read_text())["attempts"]] == [2]
+    assert (path / "environment.damaged.json").read_bytes() == damaged
+    assert start(config).notice == ""
+
+
 def test_foreign_status_file_is_refused(tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
     for text in ("", "{", "[]", '{"state": "happy", "attempt": 1, "step": 0}'):
@@ -225,3 +275,11 @@ def test_replacing_a_file_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         replace_file(file, "new, much longer")
     assert file.read_text() == "old"
+
+
+@pytest.mark.parametrize("taken", ["runs", "runs/r1"])
+def test_a_file_in_the_folders_place_is_named(config: Config, tmp_path: Path, taken: str) -> None:
+    (tmp_path / taken).parent.mkdir(exist_ok=True)
+    (tmp_path / taken).write_text("")
+    with pytest.raises(ValueError, match=r"runs/r1 cannot be made .*; choose another run\.root or run\.id"):
+        start(config)

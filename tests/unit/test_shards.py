@@ -1,5 +1,6 @@
 """Shards: what was written is read, and anything else is refused by name."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,49 @@ def test_damaged_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     with pytest.raises(ValueError, match=expected) as error:
         open_shard(path)
     assert path in str(error.value)
+
+
+def damaged(path: str, column: str, document: int, value: int) -> None:
+    """Overwrite the end or the label start of a document, or (`tokens`) the token at a place of the file."""
+    size = Path(path).stat().st_size
+    start = {"tokens": HEADER.size, "ends": size - 16 * len(DOCUMENTS), "starts": size - 8 * len(DOCUMENTS)}[column]
+    width = 2 if column == "tokens" else 8
+    with open(path, "r+b") as file:
+        file.seek(start + width * document)
+        file.write(value.to_bytes(width, "little"))
+
+
+@pytest.mark.parametrize(
+    ("column", "document", "value", "words"),
+    [
+        ("ends", 1, 13, "document 2 goes from token 13 to 12"),
+        ("ends", 1, 4, "document 1 goes from token 4 to 4"),
+        ("ends", 1, 2**64 - 1, "document 2 goes from token 18446744073709551615 to 12"),
+        ("ends", 4, 16, "its last document, 4, ends at token 16 of 17"),
+        ("ends", 4, 2**63, "its last document, 4, ends at token 9223372036854775808 of 17"),
+        ("starts", 2, 7, "the labels of document 2 begin at 7, after its end"),
+    ],
+)
+def test_documents_out_of_order_are_named(tmp_path: Path, column: str, document: int, value: int, words: str) -> None:
+    (path,) = write(tmp_path / "x")
+    damaged(path, column, document, value)
+    with pytest.raises(ValueError, match=re.escape(f"{path} is damaged: {words}")):
+        open_shard(path)
+
+
+def test_a_token_outside_the_vocabulary_is_named_when_it_is_read(tmp_path: Path) -> None:
+    """Token 9 of the file is in its third document; of two files the second has document 2 as its first."""
+    (path,) = write(tmp_path / "one")
+    damaged(path, "tokens", 9, 300)
+    corpus = Corpus([open_shard(path)])
+    with pytest.raises(ValueError, match=re.escape(f"{path} is damaged: document 2 has the token 300, and the voc")):
+        corpus.tokens(2, 0, 100)
+    assert corpus.tokens(2, 0, 3).tolist() == [5, 6, 7] and corpus.tokens(1, 0, 100).tolist() == [4, 0]
+    first, second = write(tmp_path / "two", shard_tokens=5)[:2]
+    damaged(second, "tokens", 0, 301)
+    corpus = Corpus([open_shard(first), open_shard(second)])
+    with pytest.raises(ValueError, match=re.escape(f"{second} is damaged: document 0 has the token 301")):
+        corpus.tokens(2, 0, 100)
 
 
 def test_nothing_to_write(tmp_path: Path) -> None:

@@ -113,6 +113,11 @@ def test_mistakes_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match=r"data\.train\.x: .*00000\.tokens was written with another tokenizer.*other/"):
         open_source(tokens, data, other, "data.train.x")
     shard = tmp_path / "shards" / "00000.tokens"
+    with open(shard, "r+b") as file:
+        file.seek(32)  # the header's entries of the vocabulary
+        file.write((1 << 40).to_bytes(8, "little"))
+    with pytest.raises(ValueError, match=r"was written with another tokenizer \(1099511627776 entries\)"):
+        open_source(tokens, data, tokenizer, "data.train.x")
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"data\.train\.x: .*00000\.tokens is cut short"):
         open_source(tokens, data, tokenizer, "data.train.x")
