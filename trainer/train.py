@@ -138,12 +138,17 @@ def _no_status(**_: Any) -> None:
     pass
 
 
-def total_steps(config: Config) -> int:
-    """train.steps, or fewer where train.max_tokens ends the run first (rounded up to a whole step)."""
+def total_steps(config: Config, done_steps: int = 0, done_tokens: int = 0) -> int:
+    """train.steps, or fewer where train.max_tokens ends the run first (rounded up to a whole step).
+
+    Args:
+        done_steps, done_tokens: what the checkpoint has that the run goes on from, with whatever batch size it had.
+    """
     steps = config.train.steps
     if config.train.max_tokens is None:
         return steps
-    return min(steps, math.ceil(config.train.max_tokens / tokens_per_step(config)))
+    left = max(config.train.max_tokens - done_tokens, 0)
+    return min(steps, done_steps + math.ceil(left / tokens_per_step(config)))
 
 
 def tokens_per_step(config: Config) -> int:
@@ -205,10 +210,13 @@ class Trainer:
             self.step = int(extra["step"])
             self.loader.load_state_dict(extra["data"])
             self.metrics.resume(extra)
+            self.total_steps = total_steps(self.config, self.step, self.metrics.tokens(self.step))
             self.metrics.say(f"continuing from {path} at step {self.step}")
         elif self.restored_from is not None:
             extra = self.checkpointer.load_weights(self.restored_from, self.model)
-            self.step = int(extra["step"]) if self.loader is None else 0
+            if self.loader is None:
+                self.step = int(extra["step"])
+                self.metrics.count_from(extra)
             self.check_tokenizer(extra.get("tokenizer"))
             self.metrics.say(f"weights of step {extra['step']} from {self.restored_from}")
 
@@ -249,10 +257,9 @@ class Trainer:
         while self.step < self.total_steps:
             result, lr = self.train_one_step()
             last = self.step == self.total_steps
-            if last or self.step % config.train.log_every == 0:
-                metrics.log(self.step, result, lr)
-            if self.is_due(config.train.eval_every, last):
-                self.evaluate()
+            results = self.evaluate() if self.is_due(config.train.eval_every, last) else {}
+            if last or results or self.step % config.train.log_every == 0:
+                metrics.log(self.step, result, lr, results)
             signal = self.stop.agree(self.checkpointer.failed)
             if signal == FAILED:
                 self.checkpointer.wait()
@@ -261,7 +268,7 @@ class Trainer:
                 self.save()
             if signal and not last:
                 metrics.event("stop", step=self.step, signal=signal)
-                metrics.say(f"{signal}: saved step {self.step} and stopped; the same command continues the run")
+                metrics.say(f"{signal}: saved step {self.step} and stopped; the same command with run.id={config.run.id} continues the run")
                 self.checkpointer.wait()
                 return "preempted"
         self.checkpointer.wait()
@@ -286,22 +293,21 @@ class Trainer:
         return last or (every > 0 and self.step % every == 0)
 
     def evaluate(self) -> dict[str, EvalResult]:
-        """Evaluate every held-out set and log the results."""
+        """Evaluate every held-out set and tell the results."""
         with self.metrics.pause():
             mask, bytes_V = self.config.data.document_mask, self.tokenizer.bytes_per_token
             results = {
                 name: evaluate(self.model, batches, self.mesh, bytes_V, mask)
                 for name, batches in self.eval_sets.items()
             }
-            self.metrics.log_eval(self.step, results)
         for name, result in results.items():
             bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
-            self.metrics.say(f"step {self.step}: held-out {name}: loss {result.loss:.4f}{bits}")
+            self.metrics.say(f"step {self.step}  held-out set '{name}': loss {result.loss:.4f}{bits}")
         return results
 
     def evaluate_only(self) -> str:
         """Evaluate the weights that were restored, and nothing else."""
-        self.evaluate()
+        self.metrics.log_eval(self.step, self.evaluate())
         return "finished"
 
     def save(self) -> None:
@@ -310,6 +316,7 @@ class Trainer:
         with self.metrics.pause():
             extra = {
                 "step": self.step,
+                "tokens": self.metrics.tokens(self.step),
                 "data": self.loader.state_dict(),
                 "tokenizer": self.tokenizer.digest.hex(),
                 **self.metrics.state(),
