@@ -116,21 +116,27 @@ class RunMetrics:
         finally:
             self._data_seconds += time.perf_counter() - start
 
-    def log(self, step: int, result: StepResult, lr: float | None = None) -> None:
-        """Write the metrics of a step, and of the time since the last call. Collective; waits for the device."""
-        values = {**_train_values(result, lr), **_moe_values(result), **self._perf_values(step)}
+    def log(
+        self, step: int, result: StepResult, lr: float | None = None, evals: Mapping[str, EvalResult] | None = None
+    ) -> None:
+        """Write a step's metrics, those of the time since the last call, and of the step's evaluation if there was one.
+
+        Collective; waits for the device.
+        """
+        values = {
+            **_train_values(result, lr),
+            **_eval_values(evals or {}),
+            **_moe_values(result),
+            **self._perf_values(step),
+        }
         if self._writer is not None:
             self._writer.log(step, self.tokens(step), values)
         self.begin(step)
 
     def log_eval(self, step: int, results: Mapping[str, EvalResult]) -> None:
-        """Write the results of an evaluation by set name; those of the same step's training stay in its line."""
-        values: dict[str, float | None] = {}
-        for name, result in results.items():
-            values[f"eval/{name}/loss"] = result.loss
-            values[f"eval/{name}/bits_per_byte"] = result.bits_per_byte
+        """Write an evaluation that no training step belongs to."""
         if self._writer is not None:
-            self._writer.log(step, self.tokens(step), values)
+            self._writer.log(step, self.tokens(step), _eval_values(results))
 
     def _perf_values(self, step: int) -> dict[str, float | None]:
         if self._mesh.device.type == "cuda":
@@ -210,6 +216,14 @@ def _train_values(result: StepResult, lr: float | None) -> dict[str, float | Non
         "train/grad_norm": grad_norm,
         "train/lr": lr,
     }
+
+
+def _eval_values(results: Mapping[str, EvalResult]) -> dict[str, float | None]:
+    values: dict[str, float | None] = {}
+    for name, result in results.items():
+        values[f"eval/{name}/loss"] = result.loss
+        values[f"eval/{name}/bits_per_byte"] = result.bits_per_byte
+    return values
 
 
 def _moe_values(result: StepResult) -> dict[str, Any]:

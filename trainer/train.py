@@ -24,6 +24,7 @@ import torch
 
 from parallel.mesh import build_mesh, resolve_sizes
 from parallel.process_group import process_group
+from trainer.banner import describe_data, describe_run
 from trainer.build import build_model
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import find_checkpoint
@@ -166,12 +167,16 @@ class Trainer:
         self.total_steps = total_steps(config)
         self.metrics = RunMetrics(config, folder, mesh, self.total_steps)
         self.step = 0
+        self.metrics.say(
+            f"{describe_run(config, folder, mesh)}\nreading the data (text that is new is tokenised first)"
+        )
         with peers.together():
             self.tokenizer = load_tokenizer(config.data)
             rank, size = mesh.batch_rank, mesh.batch_size
             # An evaluation may have other data, or none, to train on.
             self.loader = None if config.train.eval_only else build_train_loader(config, self.tokenizer, rank, size)
             self.eval_sets = build_eval_sets(config, self.tokenizer, rank, size)
+        self.tell_data()
         self.model = build_model(config, mesh)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.checkpointer = Checkpointer(
@@ -185,6 +190,16 @@ class Trainer:
         self.restore()
         if config.train.eval_only:
             self.check_evaluable()
+
+    def tell_data(self) -> None:
+        """Say what was read."""
+        train = {} if self.loader is None else self.loader.counts
+        held_out = {name: batches.counts for name, batches in self.eval_sets.items()}
+        for kind, counts in (("train", train), ("held out", held_out)):
+            if counts:
+                self.metrics.say(describe_data(kind, counts))
+        if not held_out:
+            self.metrics.say("  no held-out set: data.eval is empty")
 
     def check_evaluable(self) -> None:
         """Raises ValueError where an evaluation-only run has no weights or no text."""
@@ -268,7 +283,8 @@ class Trainer:
                 self.save()
             if signal and not last:
                 metrics.event("stop", step=self.step, signal=signal)
-                metrics.say(f"{signal}: saved step {self.step} and stopped; the same command with run.id={config.run.id} continues the run")
+                same = f"the same command with run.id={config.run.id}"
+                metrics.say(f"{signal}: saved step {self.step} and stopped; {same} continues the run")
                 self.checkpointer.wait()
                 return "preempted"
         self.checkpointer.wait()
