@@ -24,7 +24,7 @@ from pathlib import Path
 PACKAGES = ("trainer", "parallel", "moe", "comms", "configs")
 PATH_ENDINGS = (".py", ".sh", ".sbatch", ".md", ".toml", ".txt", ".yaml", ".yml", ".jsonl", ".json")
 # Made by a run or by set-up, so not in a checkout.
-MADE_LATER = re.compile(r"^(runs|\.venv|\.cache|wandb|profile|hf|checkpoints|build)(/|$)|^step_\d+|^slurm-")
+MADE_LATER = re.compile(r"^(runs|tokenizer|\.venv|\.cache|wandb|profile|hf|checkpoints|build)(/|$)|^step_\d+|^slurm-")
 MADE_NAMES = frozenset(
     "config.yaml overrides.yaml environment.json status.json metrics.jsonl events.jsonl log.txt latest".split()
 )

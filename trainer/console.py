@@ -47,11 +47,9 @@ def describe(values: Values) -> str:
         ("mem", "perf/peak_memory_gib", "{:.1f} GiB"),
         ("load", "moe/load_max_over_mean", "{:.2f}"),
     ]
-    parts = [f"{label} {form.format(values[name])}" for label, name, form in texts if values.get(name) is not None]
-    for name, value in values.items():
-        if name.startswith("eval/") and value is not None:
-            parts.append(f"{name} {value:.4f}")
-    return "  ".join(parts)
+    return "  ".join(
+        f"{label} {form.format(values[name])}" for label, name, form in texts if values.get(name) is not None
+    )
 
 
 def duration(seconds: float) -> str:
@@ -76,7 +74,9 @@ class PlainConsole:
             print(text, file=self._stream, flush=True)
 
     def progress(self, step: int, values: Values) -> None:
-        """The metrics of a step, in one line."""
+        """The metrics of a step, in one line; nothing for an evaluation, which has its own message."""
+        if values.get("train/loss") is None:
+            return
         self.say(f"step {step}/{self._total_steps}  {describe(values)}{self._left(step, values)}")
 
     def close(self) -> None:
@@ -97,7 +97,8 @@ class BarConsole(PlainConsole):
 
         super().__init__(total_steps, log_path, None)
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self._bar = Progress(*columns, console=RichConsole(file=stream))
+        # Transient: once it ends, the last thing on the screen is the last message.
+        self._bar = Progress(*columns, console=RichConsole(file=stream), transient=True)
         self._task = self._bar.add_task("", total=total_steps)
         self._bar.start()
 
@@ -108,10 +109,12 @@ class BarConsole(PlainConsole):
 
     def progress(self, step: int, values: Values) -> None:
         """Move the bar; the line goes to log.txt alone."""
+        if values.get("train/loss") is None:
+            return
         super().say(f"step {step}/{self._total_steps}  {describe(values)}")
         self._bar.update(self._task, completed=step, description=describe(values))
 
     def close(self) -> None:
-        """Leave the bar as it is and close log.txt."""
+        """Take the bar away and close log.txt."""
         self._bar.stop()
         super().close()

@@ -22,6 +22,7 @@ from trainer.packing import Mixture, PackedSource, Row, empty_row, seed_key
 from trainer.prefetch import Prefetcher
 from trainer.token_cache import TokenisedSource, open_source
 from trainer.tokenizer import Tokenizer, load_tokenizer
+from trainer.validate import accumulation_steps
 
 __all__ = ["Batch", "EvalSet", "Tokenizer", "TrainLoader", "build_eval_sets", "build_train_loader", "load_tokenizer"]
 
@@ -76,7 +77,8 @@ class TrainLoader:
 
     def __init__(self, config: Config, opened: dict[str, TokenisedSource], dp_rank: int, dp_size: int) -> None:
         train, seed = config.train, config.run.seed
-        _check_batch_sizes(train.global_batch_size, train.micro_batch_size, dp_rank, dp_size)
+        assert 0 <= dp_rank < dp_size
+        accumulation_steps(train, dp_size)
         self._global_batch_size = train.global_batch_size
         self._micro_batch_size = train.micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
@@ -229,17 +231,6 @@ def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
         raise ValueError(
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} entries, more than model.vocab_size="
             f"{config.model.vocab_size}: set model.vocab_size={-(-tokenizer.vocab_size // 64) * 64} or choose another"
-        )
-
-
-def _check_batch_sizes(global_size: int, micro_size: int, dp_rank: int, dp_size: int) -> None:
-    assert 0 <= dp_rank < dp_size
-    unit = micro_size * dp_size
-    if global_size < 1 or micro_size < 1 or global_size % unit:
-        near = max(unit, global_size // max(unit, 1) * unit)
-        raise ValueError(
-            f"train.global_batch_size={global_size} is no multiple of train.micro_batch_size={micro_size} x {dp_size} "
-            f"data ranks: the nearest is {near}"
         )
 
 

@@ -85,6 +85,8 @@ class RunMetrics:
         name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
         self._peak_tflops = config.cluster.peak_tflops or peak_tflops(name)
         self._tokens_per_step = config.train.global_batch_size * config.train.seq_len
+        # Tokens trained on up to a step; from there on every step adds the same number.
+        self._known_step = self._known_tokens = 0
         self._window_step: int | None = None
         self.begin(0)
         self.event("start", world_size=mesh.world_size, run_id=folder.run_id, device=name or "cpu")
@@ -114,21 +116,27 @@ class RunMetrics:
         finally:
             self._data_seconds += time.perf_counter() - start
 
-    def log(self, step: int, result: StepResult, lr: float | None = None) -> None:
-        """Write the metrics of a step, and of the time since the last call. Collective; waits for the device."""
-        values = {**_train_values(result, lr), **_moe_values(result), **self._perf_values(step)}
+    def log(
+        self, step: int, result: StepResult, lr: float | None = None, evals: Mapping[str, EvalResult] | None = None
+    ) -> None:
+        """Write a step's metrics, those of the time since the last call, and of the step's evaluation if there was one.
+
+        Collective; waits for the device.
+        """
+        values = {
+            **_train_values(result, lr),
+            **_eval_values(evals or {}),
+            **_moe_values(result),
+            **self._perf_values(step),
+        }
         if self._writer is not None:
-            self._writer.log(step, step * self._tokens_per_step, values)
+            self._writer.log(step, self.tokens(step), values)
         self.begin(step)
 
     def log_eval(self, step: int, results: Mapping[str, EvalResult]) -> None:
-        """Write the results of an evaluation by set name; those of the same step's training stay in its line."""
-        values: dict[str, float | None] = {}
-        for name, result in results.items():
-            values[f"eval/{name}/loss"] = result.loss
-            values[f"eval/{name}/bits_per_byte"] = result.bits_per_byte
+        """Write an evaluation that no training step belongs to."""
         if self._writer is not None:
-            self._writer.log(step, step * self._tokens_per_step, values)
+            self._writer.log(step, self.tokens(step), _eval_values(results))
 
     def _perf_values(self, step: int) -> dict[str, float | None]:
         if self._mesh.device.type == "cuda":
@@ -170,12 +178,24 @@ class RunMetrics:
         if self._writer is not None:
             self._writer.event(kind, **fields)
 
+    def tokens(self, step: int) -> int:
+        """Tokens of all steps up to `step`, padding included, whatever batch sizes earlier attempts had."""
+        return self._known_tokens + (step - self._known_step) * self._tokens_per_step
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it; put it into the checkpoint's `extra`, at its top level."""
         return {"wandb_run_id": self._writer.wandb_run_id if self._writer is not None else None}
 
+    def count_from(self, extra: Mapping[str, Any]) -> None:
+        """Go on counting tokens from a checkpoint with this `extra`."""
+        step = int(extra["step"])
+        # Checkpoints of earlier versions do not know.
+        self._known_tokens = int(extra.get("tokens", step * self._tokens_per_step))
+        self._known_step = step
+
     def resume(self, extra: Mapping[str, Any]) -> None:
         """Note that the run continues from a checkpoint with this `extra`."""
+        self.count_from(extra)
         self.begin(int(extra["step"]))
         self.event("resume", step=extra["step"])
 
@@ -198,6 +218,14 @@ def _train_values(result: StepResult, lr: float | None) -> dict[str, float | Non
     # One copy from the device.
     values = torch.stack([value.detach().double() for value in tensors.values()]).tolist()
     return {**dict(zip(tensors, values, strict=True)), "train/lr": lr}
+
+
+def _eval_values(results: Mapping[str, EvalResult]) -> dict[str, float | None]:
+    values: dict[str, float | None] = {}
+    for name, result in results.items():
+        values[f"eval/{name}/loss"] = result.loss
+        values[f"eval/{name}/bits_per_byte"] = result.bits_per_byte
+    return values
 
 
 def _moe_values(result: StepResult) -> dict[str, Any]:

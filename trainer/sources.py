@@ -133,7 +133,9 @@ def _no_match(given: str, pattern: str, where: str) -> str:
     if os.path.isdir(pattern):
         return f"{where}.paths: {given!r} is a folder: give a glob of its files, such as '{given.rstrip('/')}/**/*.txt'"
     if glob.has_magic(given):
-        return f"{where}.paths: {given!r} matches no file that exclude leaves (looked in {fixed_folder(pattern)})"
+        folder = fixed_folder(pattern)
+        place = f"looked in {folder}" if os.path.isdir(folder) else f"there is no folder {folder}"
+        return f"{where}.paths: {given!r} matches no file, or exclude leaves none ({place})"
     return f"{where}.paths: no such file: {given!r} (looked for {pattern})"
 
 

@@ -24,6 +24,7 @@ import torch
 
 from parallel.mesh import build_mesh, resolve_sizes
 from parallel.process_group import process_group
+from trainer.banner import describe_data, describe_run
 from trainer.build import build_model
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import find_checkpoint
@@ -140,12 +141,17 @@ def _no_status(**_: Any) -> None:
     pass
 
 
-def total_steps(config: Config) -> int:
-    """train.steps, or fewer where train.max_tokens ends the run first (rounded up to a whole step)."""
+def total_steps(config: Config, done_steps: int = 0, done_tokens: int = 0) -> int:
+    """train.steps, or fewer where train.max_tokens ends the run first (rounded up to a whole step).
+
+    Args:
+        done_steps, done_tokens: what the checkpoint has that the run goes on from, with whatever batch size it had.
+    """
     steps = config.train.steps
     if config.train.max_tokens is None:
         return steps
-    return min(steps, math.ceil(config.train.max_tokens / tokens_per_step(config)))
+    left = max(config.train.max_tokens - done_tokens, 0)
+    return min(steps, done_steps + math.ceil(left / tokens_per_step(config)))
 
 
 def tokens_per_step(config: Config) -> int:
@@ -163,12 +169,16 @@ class Trainer:
         self.total_steps = total_steps(config)
         self.metrics = RunMetrics(config, folder, mesh, self.total_steps)
         self.step = 0
+        self.metrics.say(
+            f"{describe_run(config, folder, mesh)}\nreading the data (text that is new is tokenised first)"
+        )
         with peers.together():
             self.tokenizer = load_tokenizer(config.data)
             rank, size = mesh.batch_rank, mesh.batch_size
             # An evaluation may have other data, or none, to train on.
             self.loader = None if config.train.eval_only else build_train_loader(config, self.tokenizer, rank, size)
             self.eval_sets = build_eval_sets(config, self.tokenizer, rank, size)
+        self.tell_data()
         self.model = build_model(config, mesh)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.checkpointer = Checkpointer(
@@ -182,6 +192,16 @@ class Trainer:
         self.restore()
         if config.train.eval_only:
             self.check_evaluable()
+
+    def tell_data(self) -> None:
+        """Say what was read."""
+        train = {} if self.loader is None else self.loader.counts
+        held_out = {name: batches.counts for name, batches in self.eval_sets.items()}
+        for kind, counts in (("train", train), ("held out", held_out)):
+            if counts:
+                self.metrics.say(describe_data(kind, counts))
+        if not held_out:
+            self.metrics.say("  no held-out set: data.eval is empty")
 
     def check_evaluable(self) -> None:
         """Raises ValueError where an evaluation-only run has no weights or no text."""
@@ -212,10 +232,13 @@ class Trainer:
             self.step = int(extra["step"])
             self.loader.load_state_dict(extra["data"])
             self.metrics.resume(extra)
+            self.total_steps = total_steps(self.config, self.step, self.metrics.tokens(self.step))
             self.metrics.say(f"continuing from {path} at step {self.step}")
         elif self.restored_from is not None:
             extra = self.checkpointer.load_weights(self.restored_from, self.model)
-            self.step = int(extra["step"]) if self.loader is None else 0
+            if self.loader is None:
+                self.step = int(extra["step"])
+                self.metrics.count_from(extra)
             self.check_tokenizer(extra.get("tokenizer"))
             self.metrics.say(f"weights of step {extra['step']} from {self.restored_from}")
             if self.loader is not None:
@@ -276,10 +299,9 @@ class Trainer:
         while self.step < self.total_steps:
             result, lr = self.train_one_step()
             last = self.step == self.total_steps
-            if last or self.step % config.train.log_every == 0:
-                metrics.log(self.step, result, lr)
-            if self.is_due(config.train.eval_every, last):
-                self.evaluate()
+            results = self.evaluate() if self.is_due(config.train.eval_every, last) else {}
+            if last or results or self.step % config.train.log_every == 0:
+                metrics.log(self.step, result, lr, results)
             signal = self.stop.agree(self.checkpointer.failed)
             if signal == FAILED:
                 self.checkpointer.wait()
@@ -288,7 +310,8 @@ class Trainer:
                 self.save()
             if signal and not last:
                 metrics.event("stop", step=self.step, signal=signal)
-                metrics.say(f"{signal}: saved step {self.step} and stopped; the same command continues the run")
+                same = f"the same command with run.id={config.run.id}"
+                metrics.say(f"{signal}: saved step {self.step} and stopped; {same} continues the run")
                 self.checkpointer.wait()
                 return "preempted"
         self.checkpointer.wait()
@@ -315,22 +338,21 @@ class Trainer:
         return last or (every > 0 and self.step % every == 0)
 
     def evaluate(self) -> dict[str, EvalResult]:
-        """Evaluate every held-out set and log the results."""
+        """Evaluate every held-out set and tell the results."""
         with self.metrics.pause():
             mask, bytes_V = self.config.data.document_mask, self.tokenizer.bytes_per_token
             results = {
                 name: evaluate(self.model, batches, self.mesh, bytes_V, mask)
                 for name, batches in self.eval_sets.items()
             }
-            self.metrics.log_eval(self.step, results)
         for name, result in results.items():
             bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
-            self.metrics.say(f"step {self.step}: held-out {name}: loss {result.loss:.4f}{bits}")
+            self.metrics.say(f"step {self.step}  held-out set '{name}': loss {result.loss:.4f}{bits}")
         return results
 
     def evaluate_only(self) -> str:
         """Evaluate the weights that were restored, and nothing else."""
-        self.evaluate()
+        self.metrics.log_eval(self.step, self.evaluate())
         return "finished"
 
     def save(self) -> None:
@@ -339,6 +361,7 @@ class Trainer:
         with self.metrics.pause():
             extra = {
                 "step": self.step,
+                "tokens": self.metrics.tokens(self.step),
                 "data": self.loader.state_dict(),
                 "tokenizer": self.tokenizer.digest.hex(),
                 **self.metrics.state(),

@@ -167,7 +167,9 @@ class Launch:
     """scripts/train.sh and the processes it started."""
 
     def __init__(self, folder: Path, run_id: str, overrides: Sequence[str]) -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SLUICEGATE_"))}
+        # W&B names its service process in the environment: one that this process started must not serve the run.
+        dropped = ("SLURM_", "SLUICEGATE_", "WANDB_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         kept |= {"PYTHON": sys.executable, "NPROC": "2", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self.run_id = run_id
         self._log = folder / f"{run_id}.{time.monotonic_ns()}.log"

@@ -117,7 +117,7 @@ def test_kill_of_all_ranks_during_a_save_leaves_a_checkpoint_to_continue_from(at
     # Nobody was left to say how it ended.
     assert killed.status["state"] == "running"
     assert "latest" in killed.checkpoints
-    assert re.search(r"continuing from \S+/step_\d{8} at step \d+", last.output)
+    assert re.search(r"continuing from \S+/step_\d{8} at step \d+", last.output), last.output
     assert not any("partial" in name for name in last.checkpoints), "the next save clears what the killed one left"
     assert last.checkpoints == ["latest", *(f"step_{step:08d}" for step in range(STEPS - 2, STEPS + 1))]
 

@@ -250,7 +250,7 @@ def test_mistakes_are_named(config: Config, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             build_train_loader(config, tokenizer, 0, size)
 
-    refused(r"global_batch_size=8 is no multiple.*3 data ranks: the nearest is 6", size=3)
+    refused(r"global_batch_size=8 is not a multiple.*3 data-parallel ranks; nearest legal: 6 or 9", size=3)
     config.model.vocab_size = 256
     refused(r"tokenizer\.json has 257 entries, more than model\.vocab_size=256: set model\.vocab_size=320")
     with pytest.raises(ValueError, match=r"model\.vocab_size=256"):

@@ -264,7 +264,7 @@ def test_plain_console_and_log(tmp_path: Path) -> None:
     console.say("hello")
     console.progress(10, {"train/loss": 2.5, "perf/step_seconds": 2.0, "perf/mfu": None, "eval/x/loss": 1.25})
     console.close()
-    assert stream.getvalue() == "hello\nstep 10/100  loss 2.5000  eval/x/loss 1.2500  left 3:00\n"
+    assert stream.getvalue() == "hello\nstep 10/100  loss 2.5000  left 3:00\n"
     assert [line[21:] for line in (tmp_path / "log.txt").read_text().splitlines()] == stream.getvalue().splitlines()
     silent = open_console("none", 100, tmp_path / "log.txt", stream := io.StringIO())
     silent.say("unheard")

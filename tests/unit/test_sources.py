@@ -85,7 +85,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError) as error:
             read(SourceConfig(paths=[f"{tmp_path}/a.txt", given]))
         assert given in str(error.value) and "data.train.x" in str(error.value)
-    with pytest.raises(FileNotFoundError, match="no file that exclude leaves"):
+    with pytest.raises(FileNotFoundError, match="matches no file, or exclude leaves none"):
         read(SourceConfig(paths=[f"{tmp_path}/*.txt"], exclude=[f"{tmp_path}/a*"]))
 
 

@@ -1,0 +1,90 @@
+"""parallel.compile reaches every part of a block that it is said to reach, and the head; without it nothing is."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.config import ParallelConfig
+from parallel.mesh import build_mesh
+from parallel.process_group import process_group
+from tests.distributed.tiny_models import DEEPSEEK
+from trainer.build import build_model
+from trainer.config import Config, PrecisionConfig, TrainConfig
+
+SEQ_LEN = 8
+
+
+# The dense block whole; of the other block what lies around the exchange, whose sizes the host has to learn.
+PARTS = [
+    "Block.forward",
+    "RMSNorm.forward",
+    "LatentAttention.forward",
+    "RMSNorm.forward",
+    "route",
+    "weighted_activation",
+    "FeedForward.forward",
+]
+
+
+class Recorder:
+    """Stands in for torch.compile: notes what is compiled, with which options, and how often each then runs."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.options: list[dict[str, Any]] = []
+        self.calls: list[int] = []
+
+    def __call__(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        owner = getattr(function, "__self__", None)
+        number = len(self.names)
+        self.names.append(function.__name__ if owner is None else f"{type(owner).__name__}.{function.__name__}")
+        self.options.append(options)
+        self.calls.append(0)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.calls[number] += 1
+            return function(*args, **kwargs)
+
+        return run
+
+
+@pytest.fixture
+def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    monkeypatch.setattr("parallel.process_group._device", lambda: torch.device("cpu"))
+    with process_group(60) as device:
+        yield device
+
+
+def build(parallel: ParallelConfig, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Recorder]:
+    """A dense block, then one with experts and a shared expert; and what was compiled of it."""
+    mesh = build_mesh(parallel, device)
+    # Not before the mesh: what it imports compiles functions of its own.
+    recorder = Recorder()
+    monkeypatch.setattr(torch, "compile", recorder)
+    train = TrainConfig(global_batch_size=1, seq_len=SEQ_LEN)
+    config = Config(model=DEEPSEEK, parallel=mesh.config, train=train, precision=PrecisionConfig(recipe="fp32"))
+    return build_model(config, mesh), recorder
+
+
+@pytest.mark.parametrize("activation_checkpoint", ["none", "full"])
+def test_every_part_is_compiled_and_the_compiled_one_runs(
+    world_of_one: torch.device, monkeypatch: pytest.MonkeyPatch, activation_checkpoint: str
+) -> None:
+    parallel = ParallelConfig(compile=True, activation_checkpoint=activation_checkpoint)
+    model, recorder = build(parallel, world_of_one, monkeypatch)
+    assert recorder.names == PARTS
+    # The number of rows that the experts get differs from step to step.
+    assert [options.get("dynamic") for options in recorder.options] == [
+        name == "weighted_activation" or None for name in PARTS
+    ]
+    assert model.head.compile_chunks
+    model(torch.arange(SEQ_LEN)[None])
+    assert recorder.calls == [1] * len(PARTS), "each part is called by the block that it belongs to"
+
+
+def test_without_it_nothing_is_compiled(world_of_one: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recorder = build(ParallelConfig(compile=False), world_of_one, monkeypatch)
+    model(torch.arange(SEQ_LEN)[None])
+    assert recorder.names == [] and not model.head.compile_chunks

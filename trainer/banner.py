@@ -1,0 +1,49 @@
+"""What a run says of itself before its first step: what is trained, where, on what."""
+
+from collections.abc import Mapping
+
+from parallel.mesh import Mesh
+from trainer.build import meta_model
+from trainer.config import Config
+from trainer.models.transformer import count_parameters
+from trainer.run import RunFolder
+
+# Counts of a source that a person should hear of, when they are not zero.
+NOTABLE = {
+    "invalid_utf8": "files of invalid UTF-8 skipped",
+    "empty_files": "empty files skipped",
+    "truncated": "documents cut",
+}
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
+
+
+def describe_run(config: Config, folder: RunFolder, mesh: Mesh) -> str:
+    """Run, model, layout and length, a line each."""
+    total, active = count_parameters(meta_model(config))
+    train = config.train
+    sizes = ", ".join(f"{axis}={size}" for axis in AXES if (size := getattr(mesh.config, axis)) > 1)
+    processes = "1 process" if mesh.world_size == 1 else f"{mesh.world_size} processes"
+    return (
+        f"run {folder.run_id} (attempt {folder.attempt}) in {folder.path}\n"
+        f"  model   {config.model.name}: {human(total)} parameters, {human(active)} active per token\n"
+        f"  layout  {processes} on {mesh.device.type}{f': {sizes}' if sizes else ''}; {config.precision.recipe}\n"
+        f"  length  {train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens"
+    )
+
+
+def describe_data(kind: str, counts: Mapping[str, Mapping[str, int]]) -> str:
+    """One line per source: `counts` as the loaders give them."""
+    lines: list[str] = []
+    for name, numbers in counts.items():
+        notes = [f"{numbers[key]} {what}" for key, what in NOTABLE.items() if numbers.get(key)]
+        text = f"{numbers['documents']:,} documents, {human(numbers['tokens'])} tokens"
+        lines.append(f"  {kind:<9}{name}: {', '.join([text, *notes])}")
+    return "\n".join(lines)
+
+
+def human(number: int) -> str:
+    """1234567 -> 1.23 M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
