@@ -12,8 +12,6 @@ Workers exit 0 when the run is finished or was asked to stop (status.json tells 
 data, 1 otherwise.
 """
 
-import dataclasses
-import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 
-from parallel.mesh import build_mesh, resolve_sizes
+from parallel.mesh import build_mesh
 from parallel.process_group import process_group
 from trainer.banner import describe_data, describe_run
 from trainer.build import build_model
@@ -40,19 +38,11 @@ from trainer.install_check import check_one_root
 from trainer.metrics import RunMetrics
 from trainer.optim import build_optimizer, learning_rate, set_learning_rate
 from trainer.peers import Peers
-from trainer.run import (
-    RunFolder,
-    check_architecture,
-    make_folder,
-    new_run_id,
-    prepare_run_folder,
-    resolve_run_id,
-    write_status,
-)
-from trainer.run_lock import WAIT_SECONDS, RunLock
+from trainer.run import RunFolder, check_architecture, write_status
+from trainer.run_lock import RunLock
+from trainer.settle import enter_folder, settle, total_steps
 from trainer.step import StepResult, train_step
 from trainer.tokenizer import load_tokenizer
-from trainer.validate import accumulation_steps, resolve_parallel
 
 # What a person can mend: told without a traceback, exit code 2.
 MISTAKES = (ValueError, FileNotFoundError, PermissionError)
@@ -82,7 +72,7 @@ def _attempt(config: Config, overrides: Sequence[str], device: torch.device, loc
     peers = Peers(config.parallel.timeout_seconds)
     try:
         config = settle(config, peers)
-        folder = peers.from_rank0(lambda: _enter_folder(config, overrides, peers.size, lock))
+        folder = peers.from_rank0(lambda: enter_folder(config, overrides, peers.size, lock))
     except MISTAKES as error:
         exit_with_mistake(error)
     if folder.finished:
@@ -115,48 +105,8 @@ def _attempt(config: Config, overrides: Sequence[str], device: torch.device, loc
     return code
 
 
-def _enter_folder(config: Config, overrides: Sequence[str], world_size: int, lock: RunLock) -> RunFolder:
-    """The run's folder, which from now on no other process trains in. Rank 0 only."""
-    # An evaluation may look at a run that is being trained.
-    if not config.train.eval_only:
-        # The other ranks wait meanwhile, and not for ever.
-        lock.acquire(make_folder(config), min(WAIT_SECONDS, config.parallel.timeout_seconds / 2))
-    return prepare_run_folder(config, overrides, world_size)
-
-
-def settle(config: Config, peers: Peers) -> Config:
-    """Fill in what depends on the number of processes, and check that it fits. The same on every rank.
-
-    Raises:
-        ValueError: sizes that do not multiply to the world size, or do not divide what they must.
-    """
-    parallel = resolve_parallel(config.parallel, config.model.moe.num_experts, peers.size)
-    parallel = resolve_sizes(parallel, peers.size)
-    accumulation_steps(config.train, parallel.dp_replicate * parallel.dp_shard)
-    run_id = resolve_run_id(config) or peers.from_rank0(new_run_id)
-    return dataclasses.replace(config, parallel=parallel, run=dataclasses.replace(config.run, id=run_id))
-
-
 def _no_status(**_: Any) -> None:
     pass
-
-
-def total_steps(config: Config, done_steps: int = 0, done_tokens: int = 0) -> int:
-    """train.steps, or fewer where train.max_tokens ends the run first (rounded up to a whole step).
-
-    Args:
-        done_steps, done_tokens: what the checkpoint has that the run goes on from, with whatever batch size it had.
-    """
-    steps = config.train.steps
-    if config.train.max_tokens is None:
-        return steps
-    left = max(config.train.max_tokens - done_tokens, 0)
-    return min(steps, done_steps + math.ceil(left / tokens_per_step(config)))
-
-
-def tokens_per_step(config: Config) -> int:
-    """Tokens of one global batch, padding included."""
-    return config.train.global_batch_size * config.train.seq_len
 
 
 class Trainer:

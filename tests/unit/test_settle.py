@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.config import Config
-from trainer.train import total_steps
+from trainer.settle import total_steps
 
 
 @pytest.mark.parametrize(
