@@ -239,7 +239,7 @@ def columns(path: Path, *names: str, first: int = 1, last: int = STEPS) -> dict[
 
 
 def all_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl in the order of writing, without one that is just being written or that a kill tore."""
+    """The lines of metrics.jsonl in the order of writing, without one that is half written or that a kill tore."""
     lines: list[dict[str, Any]] = []
     for line in (path / "metrics.jsonl").read_text().splitlines():
         with contextlib.suppress(json.JSONDecodeError):
