@@ -11,7 +11,7 @@ from trainer.models.config import AttentionConfig, ModelConfig
 from trainer.models.inner_attention import InnerAttention, plan_sequences, reference_attention, sdpa_attention
 from trainer.models.transformer import Transformer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 B, S = 2, 512
 TOLERANCE = 1e-2
