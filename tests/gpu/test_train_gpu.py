@@ -192,7 +192,8 @@ def train(folder: Path, nproc: int, *overrides: str) -> list[dict]:
     command += ["data.tokenizer_vocab_size=300", "model.vocab_size=512", f"data.cache_dir={folder}/cache"]
     command += [f"run.root={folder}/runs", "run.id=test", "train.steps=5", "train.log_every=1", "train.seq_len=128"]
     command += ["train.eval_every=null", "train.sample_prompt=null", "optim.warmup_steps=1", "checkpoint=none"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [*command, *overrides], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
     )
