@@ -246,8 +246,7 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     segments = _segments(tile, rule, q_BQHD)
     if segments.reached_BQ is not None:
-        # No weight and no gradient for the rows of other documents.
-        grad_BQHV = grad_BQHV * segments.reached_BQ[:, :, None, None]
+        # All weights of the rows of other documents become 0, and with them their gradients.
         lse_BHQ = lse_BHQ.masked_fill(~segments.reached_BQ.unsqueeze(1), float("inf"))
     q, k, v, out, grad = _padded(q_BQHD, k_BKGD, v_BKGV, out_BQHV, grad_BQHV)
     lse_HT = lse_BHQ.transpose(0, 1).flatten(1).contiguous()
