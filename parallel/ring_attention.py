@@ -9,7 +9,7 @@ Rank r of R holds chunks r and 2R - 1 - r of 2R (comms/split_sequence.py), so ea
 Forward, R steps; step i works on the keys and values of rank r - i:
 
     step           0          1          2         ...
-    compute      own keys   of r - 1   of r - 2             each merged into one output by its log-sum-exp
+    compute      own keys   of r - 1   of r - 2             merged into one output, weighed by their log-sum-exps
     transfer     -> r + 1   -> r + 1   -> r + 1             the next block comes while this one is worked on
 
 Backward goes around once more; the gradients of a block follow it, each rank adds its part, and after R hops they are
@@ -41,7 +41,7 @@ _KEYS_AND_VALUES, _GRADIENTS = 0, 1
 
 
 def tiles_of_block(ring: int, rank: int, source: int, length: int, rule: Rule) -> list[Tile]:
-    """What rank's queries see of source's keys, chunk by chunk; `length` rows on each."""
+    """What rank's queries see of source's keys, chunk by chunk, causal tiles first; `length` rows on each."""
     chunk = length // 2
     tiles = []
     for q_half, q_chunk in enumerate((rank, 2 * ring - 1 - rank)):
@@ -50,7 +50,7 @@ def tiles_of_block(ring: int, rank: int, source: int, length: int, rule: Rule) -
                 continue
             tile = Tile(q_half * chunk, k_half * chunk, chunk, chunk, q_chunk * chunk, k_chunk * chunk)
             tiles += [tile] if tile.causal or not rule.window else _within_window(tile, rule.window)
-    return tiles
+    return sorted(tiles, key=lambda tile: not tile.causal)
 
 
 def _within_window(tile: Tile, window: int) -> list[Tile]:
@@ -66,9 +66,9 @@ def _within_window(tile: Tile, window: int) -> list[Tile]:
 
 def _one_tile(tiles: list[Tile]) -> list[Tile]:
     """The tiles of one step as a single call, causal by rows or full: for a kernel that needs no positions."""
-    first, last = tiles[0], tiles[-1]
-    num_q, num_k = last.q_row + last.num_q - first.q_row, last.k_row + last.num_k - first.k_row
-    return [first._replace(num_q=num_q, num_k=num_k)]
+    num_q = max(tile.q_row + tile.num_q for tile in tiles) - tiles[0].q_row
+    num_k = max(tile.k_row + tile.num_k for tile in tiles) - tiles[0].k_row
+    return [tiles[0]._replace(num_q=num_q, num_k=num_k)]
 
 
 def _tiles(kernel: str, ring: int, rank: int, source: int, length: int, rule: Rule) -> list[Tile]:
@@ -80,26 +80,28 @@ def _tiles(kernel: str, ring: int, rank: int, source: int, length: int, rule: Ru
 
 
 def merge(out_BLHV: Tensor, lse_BHL: Tensor, tile: Tile, tile_out_BQHV: Tensor, tile_lse_BHQ: Tensor) -> None:
-    """Add a tile's attention to what its queries have so far (at first output 0 and log-sum-exp -inf), in place."""
-    own_lse_BHQ = lse_BHL[..., tile.q_row : tile.q_row + tile.num_q]
-    total_BHQ = torch.logaddexp(own_lse_BHQ, tile_lse_BHQ)
-    # -inf - -inf is not a number: a row that has seen nothing yet gets a weight of 0.
-    weight_BHQ = (tile_lse_BHQ - total_BHQ.clamp(min=torch.finfo(total_BHQ.dtype).min)).exp()
-    weight_BQH1 = weight_BHQ.transpose(1, 2).unsqueeze(-1)
-    tile.queries(out_BLHV).lerp_(tile_out_BQHV.to(out_BLHV.dtype), weight_BQH1)
-    own_lse_BHQ.copy_(total_BHQ)
+    """Add a tile's attention to what its queries have so far, in place. A query's causal tile must be its first: it
+    starts afresh, and as every token sees itself, its log-sum-exp is finite from then on."""
+    own_out_BQHV, own_lse_BHQ = tile.queries(out_BLHV), tile.queries(lse_BHL.mT).mT
+    if tile.causal:
+        own_out_BQHV.copy_(tile_out_BQHV)
+        own_lse_BHQ.copy_(tile_lse_BHQ)
+        return
+    weight_BHQ = (tile_lse_BHQ - own_lse_BHQ).sigmoid()
+    own_out_BQHV.lerp_(tile_out_BQHV.to(out_BLHV.dtype), weight_BHQ.transpose(1, 2).unsqueeze(-1))
+    own_lse_BHQ.copy_(torch.logaddexp(own_lse_BHQ, tile_lse_BHQ))
 
 
 def forward_over(q_BLHD: Tensor, blocks: Iterable[Block], ring: int, rank: int, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Attention of rank's queries to all blocks -> output (B, L, H, V), log-sum-exp (B, H, L), both in the dtype of
-    accumulation."""
+    """Attention of rank's queries to all blocks, its own first -> output (B, L, H, V), log-sum-exp (B, H, L), both in
+    the dtype of accumulation."""
     B, L, H, _ = q_BLHD.shape
     dtype = accumulation_dtype(q_BLHD.dtype)
-    lse_BHL = q_BLHD.new_full((B, H, L), float("-inf"), dtype=dtype)
+    lse_BHL = q_BLHD.new_empty((B, H, L), dtype=dtype)
     out_BLHV = None
     for source, k_BLGD, v_BLGV in blocks:
         if out_BLHV is None:
-            out_BLHV = q_BLHD.new_zeros(B, L, H, v_BLGV.size(-1), dtype=dtype)
+            out_BLHV = q_BLHD.new_empty(B, L, H, v_BLGV.size(-1), dtype=dtype)
         kernel = choose_kernel(q_BLHD, k_BLGD, v_BLGV, rule)
         for tile in _tiles(kernel, ring, rank, source, L, rule):
             part = attend(kernel, tile, rule, tile.queries(q_BLHD), tile.keys(k_BLGD), tile.keys(v_BLGV))
@@ -134,7 +136,7 @@ def backward_of(
             tile.keys(k_BLGD),
             tile.keys(v_BLGV),
             tile.queries(out_BLHV),
-            lse_BHL[..., tile.q_row : tile.q_row + tile.num_q],
+            tile.queries(lse_BHL.mT).mT,
         )
         tile.queries(dq_BLHD).add_(dq)
         tile.keys(dk_BLGD).add_(dk)

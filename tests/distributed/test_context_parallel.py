@@ -21,6 +21,7 @@ from tests.distributed.harness import run_workers
 from trainer.models.inner_attention import reference_attention
 
 BOUND = 1e-12
+RIGHT_MERGE = ring_attention.merge
 LAYOUTS = [(2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (4, 2), (2, 4), (8, 1)]
 S = 64  # chunks of 4 tokens in a ring of 8, of 16 in one of 2
 SCALE = 0.3
@@ -178,19 +179,15 @@ def test_documents_do_not_see_each_other() -> None:
 
 def merge_without_weights(out, lse, tile, tile_out, tile_lse) -> None:
     """The planted mistake: all that was seen so far weighs as much as the new tile."""
-    tile.queries(out).lerp_(tile_out, 0.5)
-    lse[..., tile.q_row : tile.q_row + tile.num_q] = torch.logaddexp(
-        lse[..., tile.q_row : tile.q_row + tile.num_q], tile_lse
-    )
+    RIGHT_MERGE(out, lse, tile, tile_out, tile_lse if tile.causal else tile.queries(lse.mT).mT.clone())
 
 
 def worker_with_wrong_merge(case: Case) -> dict[str, torch.Tensor]:
-    right = ring_attention.merge
     ring_attention.merge = merge_without_weights
     try:
         return worker(case, 2, 1)
     finally:
-        ring_attention.merge = right
+        ring_attention.merge = RIGHT_MERGE
 
 
 def test_a_wrong_merge_is_noticed() -> None:
