@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore
 
