@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 import comms.all_to_all  # noqa: F401  (registers operators named below)
 import moe.router  # noqa: F401
+import parallel.ring_attention  # noqa: F401
 
 MODES = ("none", "selective", "full")
 
@@ -60,6 +61,7 @@ def attention_operators() -> set[Any]:
     aten = torch.ops.aten
     names = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     found = {getattr(aten, f"_scaled_dot_product_{name}").default for name in names}
+    found.add(torch.ops.sluicegate.ring_attention.default)
     # The model registers its own operator for packed documents; a model without it has nothing to keep.
     if hasattr(torch.ops.sluicegate, "flash_varlen"):
         found.add(torch.ops.sluicegate.flash_varlen.default)

@@ -61,6 +61,9 @@ class SequencePlan(NamedTuple):
     document; None means from the start."""
     chunk_first_BS: Tensor | None = None
     """The same for chunks."""
+    max_documents: int | None = None
+    chunk_max_documents: int | None = None
+    """A ring: bounds on the documents, and chunks, of the batch; None where nobody knows any."""
 
 
 def choose_backend(config: AttentionConfig, device: torch.device, dtype: torch.dtype, *, documents: bool) -> str:
@@ -104,7 +107,7 @@ def plan_sequences(
         positions_BS = _default_positions(S, starts_BS, x_BSD.device)
     plan = SequencePlan(backend, positions_BS, None if document_ids_BS is None else document_ids_BS >= 0)
     if chunked:
-        plan = _plan_chunks(plan, B, S, starts_BS, config.chunk_size, max_documents)
+        plan = _plan_chunks(plan, config, B, S, starts_BS, max_documents)
     if backend == "varlen":
         return plan._replace(cu_seqlens_N=_cumulative_lengths(B, S, starts_BS, max_documents, x_BSD.device))
     windowed = 0 < config.sliding_window < S
@@ -140,6 +143,8 @@ def _plan_part(
             None if document_ids_BS is None else document_ids_BS >= 0,
             first_BS=None if starts_BS is None else index_S - places_BS,
             chunk_first_BS=index_S - places_BS % config.chunk_size if 0 < config.chunk_size < S else None,
+            max_documents=B if starts_BS is None else max_documents,
+            chunk_max_documents=_bound_chunks(config, B, S, starts_BS is not None, max_documents),
         )
     mask_BS = plan.token_mask_BS
     return plan._replace(
@@ -149,18 +154,28 @@ def _plan_part(
 
 
 def _plan_chunks(
-    plan: SequencePlan, B: int, S: int, starts_BS: Tensor | None, chunk_size: int, max_documents: int | None
+    plan: SequencePlan,
+    config: AttentionConfig,
+    B: int,
+    S: int,
+    starts_BS: Tensor | None,
+    max_documents: int | None,
 ) -> SequencePlan:
     """Adds what layers with chunks need."""
-    device = plan.positions_BS.device
+    device, chunk_size = plan.positions_BS.device, config.chunk_size
     chunk_starts_BS = (_default_positions(S, starts_BS, device) % chunk_size == 0).expand(B, S)
     if plan.backend != "varlen":
         return plan._replace(chunk_mask_B1SS=_causal_mask(S, chunk_starts_BS, device))
-    if starts_BS is None:
-        max_documents = B
-    # A document of n tokens has (n - 1) // chunk_size starts besides its own.
-    bound = None if max_documents is None else max_documents + B * S // chunk_size
+    bound = _bound_chunks(config, B, S, starts_BS is not None, max_documents)
     return plan._replace(chunk_cu_seqlens_N=_cumulative_lengths(B, S, chunk_starts_BS, bound, device))
+
+
+def _bound_chunks(config: AttentionConfig, B: int, S: int, documents: bool, max_documents: int | None) -> int | None:
+    """At most so many chunks are in the batch."""
+    if config.chunk_size == 0 or (documents and max_documents is None):
+        return None
+    # A document of n tokens has (n - 1) // chunk_size starts besides its own.
+    return (max_documents or 0 if documents else B) + B * S // config.chunk_size
 
 
 def document_starts(document_ids_BS: Tensor) -> Tensor:
@@ -226,6 +241,7 @@ class InnerAttention(nn.Module):
         """-> (B, S, H, V)."""
         if self.context is None:
             return self.whole_sequences(q_BSHD, k_BSGD, v_BSGV, sinks_H, plan)
+        chunked = self.chunk > 0 and plan.chunk_first_BS is not None
         return context_attention(
             q_BSHD,
             k_BSGD,
@@ -234,7 +250,8 @@ class InnerAttention(nn.Module):
             self.context,
             scale=self.scale,
             window=self.window,
-            first_BS=plan.first_BS if plan.chunk_first_BS is None or not self.chunk else plan.chunk_first_BS,
+            first_BS=plan.chunk_first_BS if chunked else plan.first_BS,
+            max_documents=plan.chunk_max_documents if chunked else plan.max_documents,
             local=partial(self.whole_sequences, plan=plan),
         )
 
