@@ -236,14 +236,6 @@ def exchange_counts(send_N2: Tensor, group_name: str) -> Tensor:
     return received
 
 
-@torch.library.custom_op("sluicegate::sum_over_ranks", mutates_args=())
-def sum_over_ranks(counts: Tensor, group_name: str) -> Tensor:
-    """Sum of a small tensor over the ranks of a group; no gradient."""
-    total = counts.clone()
-    dist.all_reduce(total, group=_resolve_process_group(group_name))  # type: ignore[no-untyped-call]
-    return total
-
-
 @dispatch_records.register_fake  # pyright: ignore[reportUnknownMemberType]
 @return_records.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(record: Tensor, send_counts: list[int], recv_counts: list[int], group_name: str) -> Tensor:
@@ -251,6 +243,5 @@ def _(record: Tensor, send_counts: list[int], recv_counts: list[int], group_name
 
 
 @exchange_counts.register_fake  # pyright: ignore[reportUnknownMemberType]
-@sum_over_ranks.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(counts: Tensor, group_name: str) -> Tensor:
-    return torch.empty_like(counts)
+def _(send_N2: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(send_N2)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from comms.kernels.gather_sum import gather_sum
 from moe.config import MoEConfig
 from moe.grouped_gemm import grouped_linear, resolve_backend
+from moe.linear_maps import local
 from moe.reference import reference_experts
 
 # gpt-oss's clamped SwiGLU: the clamp and the slope of its sigmoid.
@@ -65,6 +66,8 @@ class GroupedExperts(nn.Module):
         self.config = config
         # Replaced by its compiled twin when the run compiles.
         self.activation = weighted_activation
+        # False on all but one of the ranks that share each expert's hidden units: partial sums have one bias.
+        self.adds_down_bias = True
         num_experts, hidden = config.num_experts, config.expert_dim
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2, hidden, dim))
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, hidden))
@@ -79,7 +82,7 @@ class GroupedExperts(nn.Module):
         backend = resolve_backend(self.config.backend, rows_RD.dtype, rows_RD.device)
         w_gate_up, w_down = local(self.w_gate_up), local(self.w_down)
         b_gate_up = None if self.b_gate_up is None else local(self.b_gate_up)
-        b_down = None if self.b_down is None else local(self.b_down)
+        b_down = local(self.b_down) if self.b_down is not None and self.adds_down_bias else None
         if backend == "reference":
             return reference_experts(rows_RD, ids_RK, weights_RK, w_gate_up, w_down, b_gate_up, b_down, self.config)
         pairs = sort_pairs(ids_RK, w_down.shape[0], num_pairs)
@@ -110,12 +113,6 @@ def weighted_activation(h_PH: Tensor, weights_P: Tensor, activation: str) -> Ten
     else:
         raise ValueError(f"model.moe.activation={activation!r} is unknown; use swiglu or clamped_swiglu.")
     return (out * weights_P[:, None].to(wide)).to(h_PH.dtype)
-
-
-def local(weight: Tensor) -> Tensor:
-    """This rank's part of a weight that expert parallelism has split over ranks."""
-    to_local = getattr(weight, "to_local", None)
-    return weight if to_local is None else to_local()
 
 
 def _per_pair(bias_EX: Tensor, offsets_E: Tensor, num_pairs: int) -> Tensor:

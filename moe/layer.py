@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comms.all_to_all import combine, dispatch, plan_dispatch, sum_over_ranks
+from comms.all_to_all import combine, dispatch, plan_dispatch
+from comms.collectives import gather_dim, gather_over_ranks, reduce_scatter, sum_over_ranks
+from comms.split_sequence import SplitSequence
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
 from moe.feed_forward import FeedForward
@@ -65,8 +67,11 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """Routed experts plus an optional shared expert.
 
-    `ep_group` and `data_group` are set by `parallel`: the ranks that share out the experts, and the ranks whose tokens
-    make up one batch for the batch-level auxiliary loss. None means this rank alone.
+    `parallel` sets who works together; None means this rank alone:
+        ep_group     the ranks that share out the experts
+        etp_group    the ranks that share the hidden units of each expert
+        data_group   the ranks whose tokens make up one batch, for the batch-level auxiliary loss
+        sequence     how the tokens of a sequence lie on ranks, for what is counted by sequence
     """
 
     expert_bias: Tensor | None
@@ -84,7 +89,9 @@ class MoE(nn.Module):
         # Replaced by their compiled twins when the run compiles.
         self.route = route
         self.ep_group: dist.ProcessGroup | None = None
+        self.etp_group: dist.ProcessGroup | None = None
         self.data_group: dist.ProcessGroup | None = None
+        self.sequence: SplitSequence | None = None
 
     def forward(
         self, x_BSD: Tensor, token_mask_BS: Tensor | None = None, scale: BalanceScale | None = None
@@ -105,6 +112,7 @@ class MoE(nn.Module):
             expert_bias_E=self.expert_bias,
             token_mask_T=mask_T,
             seq_len=x_BSD.shape[1],
+            sequence=self.sequence,
         )
         # The exchange back comes last: a recomputation for backward stops at the last tensor it needs, before it.
         stats = self.balance(routing, mask_T, x_BSD.shape[1], scale)
@@ -116,20 +124,26 @@ class MoE(nn.Module):
 
     def routed_experts(self, x_TD: Tensor, routing: Routing, mask_T: Tensor | None = None) -> Tensor:
         """Steps 2 to 5 for tokens that have been routed."""
+        ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
+        if self.etp_group is not None:
+            # Each of these ranks has a slice of every expert, so each needs all their rows; their results are partial.
+            group = self.etp_group.group_name
+            x_TD, weights_TK = gather_dim(x_TD, 0, group), gather_dim(weights_TK, 0, group)
+            ids_TK = gather_over_ranks(ids_TK, group, self.etp_group.size()).flatten(0, 1)
+
         num_ranks = 1 if self.ep_group is None else self.ep_group.size()
         experts_per_rank = self.config.num_experts // num_ranks
-        ids_TK = routing.topk_ids_TK
-
         owner_TK = torch.where(ids_TK >= 0, ids_TK // experts_per_rank, -1)
         items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(num_ranks)], dim=1)
         every_id_used = self.config.capacity_factor is None and mask_T is None
         plan = plan_dispatch(items_TN, self.ep_group, ids_TK.numel() if every_id_used else None)
 
-        rows_RD, weights_RK, ids_RK = dispatch(plan, x_TD, routing.topk_weights_TK, ids_TK)
+        rows_RD, weights_RK, ids_RK = dispatch(plan, x_TD, weights_TK, ids_TK)
         first = 0 if self.ep_group is None else self.ep_group.rank() * experts_per_rank
         is_ours_RK = (ids_RK >= first) & (ids_RK < first + experts_per_rank)
         out_RD = self.experts(rows_RD, torch.where(is_ours_RK, ids_RK - first, -1), weights_RK, plan.num_items)
-        return combine(plan, out_RD)
+        y_TD = combine(plan, out_RD)
+        return y_TD if self.etp_group is None else reduce_scatter(y_TD, 0, self.etp_group.group_name)
 
     def balance(self, routing: Routing, mask_T: Tensor | None, seq_len: int, scale: BalanceScale | None) -> MoEStats:
         """Counts, and the auxiliary losses where training asks for them."""
@@ -146,7 +160,10 @@ class MoE(nn.Module):
         self, routing: Routing, counts_E: Tensor, mask_T: Tensor | None, seq_len: int, scale: BalanceScale
     ) -> Tensor:
         if self.config.aux_loss_level == "sequence":
-            return sequence_aux_loss(routing.scores_TE, routing.chosen_ids_TK, mask_T, seq_len, scale.num_sequences)
+            whole = None if self.sequence is None else self.sequence.sum
+            return sequence_aux_loss(
+                routing.scores_TE, routing.chosen_ids_TK, mask_T, seq_len, scale.num_sequences, whole
+            )
         # Filled on the device: a copy from the host would wait for it.
         num_tokens = counts_E.new_full((), routing.scores_TE.shape[0]) if mask_T is None else mask_T.sum()
         totals = torch.cat([counts_E, num_tokens[None]])

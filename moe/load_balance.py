@@ -13,6 +13,7 @@ Shapes: T tokens on this rank, E experts, K experts per token, L layers.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -54,10 +55,12 @@ def sequence_aux_loss(
     token_mask_T: Tensor | None,
     seq_len: int,
     num_sequences_global: Tensor | int,
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """This rank's part of the mean, over the global batch's sequences, of each sequence's auxiliary loss.
 
     A sequence that is all padding adds 0 (and is still counted by `num_sequences_global` if the caller counts it).
+    Where ranks have parts of sequences, `seq_len` is a part's, and `sum_over_ranks` adds up counts of whole sequences.
     """
     (num_tokens, num_experts), top_k = scores_TE.shape, topk_ids_TK.shape[1]
     num_sequences = num_tokens // seq_len
@@ -67,6 +70,9 @@ def sequence_aux_loss(
         valid_B = token_mask_T.view(num_sequences, seq_len).sum(dim=1).to(scores_TE.dtype)
     probability_BE = _token_shares(scores_TE, token_mask_T).view(num_sequences, seq_len, num_experts).sum(dim=1)
     counts_BE = _count_per_sequence(topk_ids_TK, num_sequences, num_experts).to(scores_TE.dtype)
+    if sum_over_ranks is not None:
+        totals = sum_over_ranks(torch.cat([counts_BE, valid_B.unsqueeze(1)], dim=1))
+        counts_BE, valid_B = totals[:, :num_experts], totals[:, num_experts]
     loss_B = (counts_BE * probability_BE).sum(dim=1) / valid_B.clamp_min(1).square() * (num_experts / top_k)
     return loss_B.sum() / _at_least_one(num_sequences_global)
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from comms.split_sequence import SplitSequence
 from moe.config import MoEConfig
 
 NO_EXPERT = -1
@@ -73,12 +74,14 @@ def route(
     expert_bias_E: Tensor | None = None,
     token_mask_T: Tensor | None = None,
     seq_len: int,
+    sequence: SplitSequence | None = None,
 ) -> Routing:
     """Chooses `config.top_k` experts for each of T tokens.
 
     `bias_E` is a learned term of the linear map; `expert_bias_E` is the balancing bias, used for the choice alone.
     `token_mask_T` is False at padding. Capacity is counted within each sequence of `seq_len` tokens, so what a
-    sequence drops does not depend on its neighbours in the batch or on the layout.
+    sequence drops does not depend on its neighbours in the batch or on the layout. Where ranks have parts of sequences,
+    `seq_len` is a part's and `sequence` tells who has which.
 
     Raises:
         ValueError: T is not a multiple of `seq_len`.
@@ -90,7 +93,7 @@ def route(
     with torch.no_grad():
         ids_TK = keep_choice(_choose(logits_TE, scores_TE, expert_bias_E, config))
         chosen_ids_TK = ids_TK if token_mask_T is None else ids_TK.masked_fill(~token_mask_T[:, None], NO_EXPERT)
-        kept_ids_TK = _drop_above_capacity(chosen_ids_TK, seq_len, config)
+        kept_ids_TK = _drop_above_capacity(chosen_ids_TK, seq_len, config, sequence)
         dropped = ((chosen_ids_TK >= 0) & (kept_ids_TK < 0)).sum()
     # ids_TK, not kept_ids_TK: a gather needs legal ids, and dropping a pair does not raise the others' weights.
     weights_TK = _combine_weights(logits_TE, scores_TE, ids_TK, config)
@@ -176,10 +179,17 @@ def _combine_weights(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, confi
     return weights_TK * config.route_scale
 
 
-def _drop_above_capacity(ids_TK: Tensor, seq_len: int, config: MoEConfig) -> Tensor:
+def _drop_above_capacity(
+    ids_TK: Tensor, seq_len: int, config: MoEConfig, sequence: SplitSequence | None = None
+) -> Tensor:
     """Replaces by NO_EXPERT each pair that finds its expert full; earlier tokens of the sequence come first."""
     if config.capacity_factor is None:
         return ids_TK
+    if sequence is not None:
+        # A few bytes per token: every rank counts whole sequences and keeps its part of the answer.
+        whole_BSK = sequence.whole(ids_TK.view(-1, seq_len, ids_TK.shape[1]))
+        kept = _drop_above_capacity(whole_BSK.flatten(0, 1), whole_BSK.shape[1], config)
+        return sequence.part(kept.view_as(whole_BSK)).flatten(0, 1)
     T, E = ids_TK.shape[0], config.num_experts
     # Column E collects the pairs without expert.
     slot_TK = torch.where(ids_TK >= 0, ids_TK, E)

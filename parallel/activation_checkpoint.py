@@ -51,6 +51,7 @@ def exchange_operators() -> set[Any]:
         ops.dispatch_records.default,
         ops.exchange_counts.default,
         ops.sum_over_ranks.default,
+        ops.gather_over_ranks.default,
         ops.keep_choice.default,
     }
 

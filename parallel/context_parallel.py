@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel.config import either
+from parallel.mesh import Mesh
 from parallel.ring_attention import ring_attention
 
 # Attention on one rank: q, k, v and sinks -> output.
@@ -42,6 +43,22 @@ class ContextParallel:
     ring_group: dist.ProcessGroup | None
     # Ranks of equal ring_rank; None when there is one.
     ulysses_group: dist.ProcessGroup | None
+
+
+def apply_context_parallel(model: nn.Module, mesh: Mesh) -> None:
+    """Tell every attention (a module with a `context`) with whom it shares its sequences."""
+    if mesh.config.cp == 1:
+        return
+    for module in model.modules():
+        if hasattr(module, "context"):
+            module.context = context_of(mesh)  # type: ignore[assignment]
+
+
+def context_of(mesh: Mesh) -> ContextParallel:
+    """This rank's place among the cp ranks of a mesh with cp > 1."""
+    ring, ulysses = mesh.config.cp // mesh.config.ulysses, mesh.config.ulysses
+    place = mesh.rank // mesh.config.tp % mesh.config.cp
+    return ContextParallel(ring, ulysses, place // ulysses, place % ulysses, mesh.ring_group, mesh.ulysses_group)
 
 
 def check_heads(ulysses: int, num_heads: int, num_kv_heads: int) -> None:

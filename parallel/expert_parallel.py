@@ -1,38 +1,48 @@
-"""Expert parallelism: split each MoE layer's experts over the ranks of the ep axis.
+"""Expert parallelism: split each MoE layer's experts over the ranks of ep, and each expert's hidden units over etp.
 
-Rank i of the axis keeps experts i*E/ep to (i+1)*E/ep. The weights become DTensors split on their first dim, which tells
-FSDP, checkpoints and gradient clipping which experts these are. Rows reach them through `comms`.
+Rank i of ep keeps experts i*E/ep to (i+1)*E/ep. The weights become DTensors, which tells FSDP, checkpoints and gradient
+clipping which experts these are. Rows reach them through `comms`.
+
+With etp > 1 a rank's experts have their share of the hidden units, and their results are partial sums over etp. The
+bias of the down map is whole on every rank and added by one of them.
 """
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from moe.layer import MoE
 from parallel.mesh import Mesh, check_experts
+from parallel.tensor_parallel import split_parameter
+
+# The dim of each weight that counts hidden units: (E, 2, F, D), (E, D, F), (E, 2, F); the down map's bias has none.
+HIDDEN_DIM = {"w_gate_up": 2, "w_down": 2, "b_gate_up": 2, "b_down": None}
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> int:
     """Split the experts of every MoE layer and tell the layer its groups. Returns the number of layers.
 
     Raises:
-        ValueError: if the experts do not divide by ep.
+        ValueError: if the experts do not divide by ep, or their hidden units by etp.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     for layer in layers:
-        layer.data_group = mesh.data_group if mesh.world_size > 1 else None
-        if mesh.ep is not None:
-            check_experts(mesh.config, layer.config.num_experts)
-            layer.ep_group = mesh.ep_group
+        check_experts(mesh.config, layer.config.num_experts, layer.config.expert_dim)
+        layer.data_group = mesh.token_group
+        layer.sequence = mesh.sequence
+        layer.ep_group = mesh.ep_group
+        if mesh.etp is not None:
+            layer.etp_group = mesh.etp.get_group()
+            layer.experts.adds_down_bias = mesh.etp.get_local_rank() == 0
+        if mesh.expert_split is not None:
             for name, parameter in list(layer.experts.named_parameters(recurse=False)):
-                setattr(layer.experts, name, _split(parameter, mesh))
+                setattr(layer.experts, name, _split(name, parameter, mesh))
     return len(layers)
 
 
-def _split(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
-    assert mesh.ep is not None
-    if parameter.is_meta:
-        size = (parameter.shape[0] // mesh.ep.size(), *parameter.shape[1:])
-        shard = torch.empty(size, dtype=parameter.dtype, device="meta")
-        return nn.Parameter(DTensor.from_local(shard, mesh.ep, [Shard(0)], run_check=False))
-    return nn.Parameter(distribute_tensor(parameter.detach(), mesh.ep, [Shard(0)]))
+def _split(name: str, parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
+    assert mesh.expert_split is not None
+    hidden = HIDDEN_DIM[name]
+    placements: list[Shard | Replicate] = [] if mesh.ep is None else [Shard(0)]
+    if mesh.etp is not None:
+        placements.append(Replicate() if hidden is None else Shard(hidden))
+    return split_parameter(name, parameter, mesh.expert_split, placements)

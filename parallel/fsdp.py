@@ -4,12 +4,11 @@ The loss is divided by the valid tokens of the whole global batch before backwar
 of the global one and the reduction is a plain sum, for dense and expert weights alike. No averaging factor is left that
 could depend on the layout: that is how the doubled and halved expert gradients of other frameworks cannot arise.
 
-Expert weights are gathered over dp_shard x cp / ep only: each group of ranks that holds the same experts is its own
-FSDP mesh.
+Expert weights are gathered over dp_shard x cp x tp / (ep x etp) only: each group of ranks that holds the same experts
+is its own FSDP mesh.
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from moe.layer import MoE
+from moe.linear_maps import local
 from parallel.mesh import Mesh
 
 
@@ -33,7 +33,7 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for block in blocks:
         for layer in [module for module in block.modules() if isinstance(module, MoE)]:
-            if mesh.ep is not None:
+            if mesh.experts is not mesh.dense:
                 _shard_experts(layer.experts, mesh, policy, reshard_after_forward)
         fully_shard(block, mesh=mesh.dense, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh.dense, mp_policy=policy, reshard_after_forward=reshard_after_forward)
@@ -62,17 +62,17 @@ def expert_shard_dim(shape: Sequence[int], shard_size: int) -> int:
             return dim
     raise ValueError(
         f"expert weights of shape {tuple(shape)} (one rank's experts first) have no dim that divides by the "
-        f"{shard_size} ranks that share them (dp_shard x cp x tp / ep); raise parallel.ep or parallel.dp_replicate."
+        f"{shard_size} ranks that share them (dp_shard x cp x tp / (ep x etp)); raise parallel.ep or "
+        "parallel.dp_replicate."
     )
 
 
 def _shard_experts(experts: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool) -> None:
     shard_size = mesh.experts.size(mesh.experts.ndim - 1)
-    experts_per_rank = next(experts.parameters()).shape[0] // cast(int, mesh.config.ep)
     fully_shard(
         experts,
         mesh=mesh.experts,
         mp_policy=policy,
         reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=lambda weight: Shard(expert_shard_dim((experts_per_rank, *weight.shape[1:]), shard_size)),
+        shard_placement_fn=lambda weight: Shard(expert_shard_dim(local(weight).shape, shard_size)),
     )

@@ -2,14 +2,17 @@
 
 Axes and who shares what (torchtitan's `ParallelDims` builds the device meshes):
 
-    dense weights    sharded over fsdp = dp_shard x cp, replicated over dp_replicate
-    expert weights   split over ep, then sharded over efsdp = dp_shard x cp x tp / (ep x etp)
+    dense weights    split over tp, then sharded over fsdp = dp_shard x cp, replicated over dp_replicate
+    expert weights   split over ep (and etp), then sharded over efsdp = dp_shard x cp x tp / (ep x etp)
     batch            different samples on each of dp_replicate x dp_shard ranks
-    data             batch x cp: the ranks over which the loss and the token counts are summed
+    sequence         cp x tp ranks that share each sample; comms/split_sequence.py says who has which tokens
+    data             batch x cp: the ranks over which the loss is summed (tp ranks all have the same loss)
 
-EP borrows its ranks from dp_shard x cp (x tp): the product of the sizes without ep is the number of processes.
+A rank's number is ((dp_replicate, dp_shard), ring, ulysses, tp), the last fastest; cp = ring x ulysses. EP borrows its
+ranks from dp_shard x cp (x tp): the product of the sizes without ep is the number of processes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from comms.split_sequence import SplitSequence
 from parallel.config import ParallelConfig, either, nearest_divisors
-
-# Axes whose mechanisms are not part of this version.
-UNAVAILABLE_AXES = ("cp", "ulysses", "tp", "etp")
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,26 @@ class Mesh:
     world_size: int
     # What FSDP shards dense weights over: (fsdp,) or (dp_replicate, fsdp).
     dense: DeviceMesh
-    # The same for the expert weights that remain after the split over ep.
+    # The same for expert weights, after their split.
     experts: DeviceMesh
-    # None when every rank has all experts.
+    # None for axes of size 1.
+    tp: DeviceMesh | None
     ep: DeviceMesh | None
+    etp: DeviceMesh | None
+    # What expert weights are split over before FSDP: (ep,), (etp,) or (ep, etp); None: every rank has all of them.
+    expert_split: DeviceMesh | None
+    # None when each rank has whole sequences.
+    sequence: SplitSequence | None
+    # The ranks that pass keys and values round, and those that exchange heads; None for degrees of 1.
+    ring_group: dist.ProcessGroup | None
+    ulysses_group: dist.ProcessGroup | None
     batch_rank: int
     batch_size: int
-    data_group: dist.ProcessGroup
+    # None: this rank alone.
+    batch_group: dist.ProcessGroup | None
+    data_group: dist.ProcessGroup | None
+    # data x tp: the ranks that have different tokens between attention and feed-forward maps.
+    token_group: dist.ProcessGroup | None
 
     @property
     def ep_group(self) -> dist.ProcessGroup | None:
@@ -56,35 +70,44 @@ def resolve_sizes(config: ParallelConfig, world_size: int) -> ParallelConfig:
     for axis in ("dp_replicate", "cp", "ulysses", "tp", "ep", "etp"):
         if getattr(config, axis) < 1:
             raise ValueError(f"parallel.{axis}={getattr(config, axis)} must be at least 1.")
-    for axis in UNAVAILABLE_AXES:
-        if getattr(config, axis) != 1:
-            raise ValueError(
-                f"parallel.{axis}={getattr(config, axis)} is not available in this version; set parallel.{axis}=1."
-            )
     if config.async_tp != "none":
         raise ValueError(f"parallel.async_tp={config.async_tp} is not available in this version; set it to none.")
+    if config.cp % config.ulysses:
+        raise ValueError(
+            f"parallel.ulysses={config.ulysses} must divide parallel.cp={config.cp} (cp = ulysses x ring); nearest "
+            f"legal parallel.ulysses: {either(nearest_divisors(config.cp, config.ulysses))}."
+        )
+    if config.etp not in (1, config.tp):
+        raise ValueError(
+            f"parallel.etp={config.etp} must be 1 (whole experts) or parallel.tp={config.tp} (experts cut like the "
+            f"dense layers)."
+        )
     others = config.dp_replicate * config.cp * config.tp
     dp_shard = config.dp_shard
     if dp_shard == -1:
         dp_shard = world_size // others
     if dp_shard < 1 or others * dp_shard != world_size:
         raise ValueError(_product_message(config, world_size))
-    shared = dp_shard * config.cp * config.tp
-    if shared % (config.ep * config.etp):
-        legal = either(nearest_divisors(shared, config.ep))
+    lent = dp_shard * config.cp * config.tp // config.etp
+    if lent % config.ep:
+        ranks = "dp_shard x cp x tp" if config.etp == 1 else "dp_shard x cp x tp / etp"
         raise ValueError(
-            f"parallel.ep={config.ep} must divide dp_shard x cp x tp = {shared} (EP borrows its ranks from them); "
-            f"nearest legal parallel.ep: {legal}."
+            f"parallel.ep={config.ep} must divide {ranks} = {lent} (EP borrows its ranks from them); nearest legal "
+            f"parallel.ep: {either(nearest_divisors(lent, config.ep))}."
         )
     return replace(config, dp_shard=dp_shard)
 
 
-def check_experts(config: ParallelConfig, num_experts: int) -> None:
-    """Raises ValueError if the experts cannot be split evenly over ep."""
+def check_experts(config: ParallelConfig, num_experts: int, expert_dim: int) -> None:
+    """Raises ValueError if the experts cannot be split evenly over ep, or each of them over etp."""
     if num_experts % config.ep:
         raise ValueError(
             f"model.moe.num_experts={num_experts} is not divisible by parallel.ep={config.ep}; "
             f"nearest legal parallel.ep: {either(nearest_divisors(num_experts, config.ep))}."
+        )
+    if expert_dim % config.etp:
+        raise ValueError(
+            f"model.moe.expert_dim={expert_dim} is not divisible by parallel.etp={config.etp}; set parallel.etp=1."
         )
 
 
@@ -106,25 +129,53 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> Mesh:
     dims = _parallel_dims(config, world_size, device)
     replicated = ["dp_replicate"] if config.dp_replicate > 1 else []
     dense = dims.get_mesh([*replicated, "fsdp"])
-    batch_size = config.dp_replicate * config.dp_shard
+    split_axes = [axis for axis in ("ep", "etp") if getattr(config, axis) > 1]
+    ring, shared = config.cp // config.ulysses, config.cp * config.tp
+    place = rank % shared
+    whole_groups, ring_groups, ulysses_groups = _sequence_groups(config, world_size)
+    group = _my_group(whole_groups) if shared > 1 else None
     return Mesh(
         config=config,
         device=device,
         rank=rank,
         world_size=world_size,
         dense=dense,
-        experts=dims.get_mesh([*replicated, "efsdp"]) if config.ep > 1 else dense,
+        experts=dims.get_mesh([*replicated, "efsdp"]) if config.ep * config.tp > 1 else dense,
+        tp=dims.get_mesh("tp") if config.tp > 1 else None,
         ep=dims.get_mesh("ep") if config.ep > 1 else None,
-        # cp and tp are inside the batch axis: neighbours in them see the same samples.
-        batch_rank=rank // (config.cp * config.tp),
-        batch_size=batch_size,
-        data_group=_data_group(dims, config),
+        etp=dims.get_mesh("etp") if config.etp > 1 else None,
+        expert_split=dims.get_mesh(split_axes) if split_axes else None,
+        sequence=SplitSequence(ring, config.ulysses, config.tp, place, group.group_name) if group else None,
+        ring_group=_my_group(ring_groups) if ring > 1 else None,
+        ulysses_group=_my_group(ulysses_groups) if config.ulysses > 1 else None,
+        batch_rank=rank // shared,
+        batch_size=world_size // shared,
+        batch_group=dims.get_mesh("batch").get_group() if world_size > shared else None,
+        data_group=_data_group(dims, config, world_size),
+        token_group=dist.group.WORLD if world_size > 1 else None,
     )
 
 
-def _data_group(dims: Any, config: ParallelConfig) -> dist.ProcessGroup:
-    everyone = config.tp == 1
-    return dist.group.WORLD if everyone else dims.get_mesh("loss").get_group()  # type: ignore[return-value]
+def _data_group(dims: Any, config: ParallelConfig, world_size: int) -> dist.ProcessGroup | None:
+    if config.tp == 1:
+        return dist.group.WORLD if world_size > 1 else None
+    return dims.get_mesh("loss").get_group() if world_size > config.tp else None
+
+
+def _sequence_groups(config: ParallelConfig, world_size: int) -> tuple[list[list[int]], ...]:
+    """Every group of ranks that shares sequences, passes keys and values round, or exchanges heads."""
+    ranks = torch.arange(world_size).view(-1, config.cp // config.ulysses, config.ulysses, config.tp)
+    whole = ranks.flatten(1).tolist()
+    ring = ranks.movedim(1, -1).flatten(0, -2).tolist()
+    ulysses = ranks.movedim(2, -1).flatten(0, -2).tolist()
+    return whole, ring, ulysses
+
+
+def _my_group(groups: list[list[int]]) -> dist.ProcessGroup:
+    """Of groups that together hold every rank, this rank's. Collective."""
+    mine, _ = dist.new_subgroups_by_enumeration(groups)
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
 
 
 def _parallel_dims(config: ParallelConfig, world_size: int, device: torch.device) -> Any:
@@ -136,7 +187,8 @@ def _parallel_dims(config: ParallelConfig, world_size: int, device: torch.device
     class Dims(parallel_dims.ParallelDims):
         def _mesh_exist(self, name: str, degree: int) -> bool:
             # FSDP wraps every layout, even of one rank: it is what keeps fp32 masters beside bf16 compute.
-            return name == "fsdp" or super()._mesh_exist(name, degree)
+            exists: Callable[[str, int], bool] = super()._mesh_exist
+            return name == "fsdp" or (name == "efsdp" and self.tp > 1) or exists(name, degree)
 
     dims = Dims(
         dp_replicate=config.dp_replicate,

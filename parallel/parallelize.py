@@ -1,10 +1,11 @@
 """The recipe that turns a model on the meta device into one that runs in parallel, in the order it applies.
 
-1. expert parallelism      splits parameters, so it comes before anything wraps them
-2. compile                 compiles the inside of blocks
-3. activation checkpoint   wraps blocks
-4. FSDP                    shards whatever parameters are there by now
-5. initial weights         every rank draws its shard
+1. tensor and expert parallelism   split parameters, so they come before anything wraps these
+2. context parallelism             tells attention how sequences are split
+3. compile                         compiles the inside of blocks
+4. activation checkpoint           wraps blocks
+5. FSDP                            shards whatever parameters are there by now
+6. initial weights                 every rank draws its shard
 """
 
 from collections.abc import Callable
@@ -14,10 +15,12 @@ from torch import nn
 
 from parallel.activation_checkpoint import apply_activation_checkpoint
 from parallel.compile import apply_compile
+from parallel.context_parallel import apply_context_parallel
 from parallel.expert_parallel import apply_expert_parallel
 from parallel.fsdp import apply_fsdp
 from parallel.init import InitRule, init_weights
 from parallel.mesh import Mesh
+from parallel.tensor_parallel import TensorPlan, apply_tensor_parallel
 
 
 def parallelize(
@@ -25,6 +28,7 @@ def parallelize(
     layers: nn.ModuleDict,
     mesh: Mesh,
     *,
+    tensor_plan: TensorPlan,
     compute_dtype: torch.dtype,
     rule_of: Callable[[str], InitRule],
     seed: int,
@@ -32,11 +36,14 @@ def parallelize(
     """Apply the layout of `mesh` to a model whose blocks are `layers`, in place.
 
     Args:
+        tensor_plan: which weights tensor parallelism splits, and how.
         compute_dtype: dtype of forward and backward; parameters stay as they were built (fp32 masters).
         rule_of: how each named parameter starts.
     """
     config = mesh.config
+    apply_tensor_parallel(model, mesh, tensor_plan)
     apply_expert_parallel(model, mesh)
+    apply_context_parallel(model, mesh)
     for name, block in list(layers.named_children()):
         if config.compile:
             apply_compile(block)

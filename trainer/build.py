@@ -5,7 +5,8 @@ import torch
 from parallel.mesh import Mesh
 from parallel.parallelize import parallelize
 from trainer.config import Config
-from trainer.models.transformer import Transformer, init_rule
+from trainer.layout import check_layout
+from trainer.models.transformer import Transformer, init_rule, tensor_plan
 
 # precision.recipe -> dtype of the parameters (the masters that the optimizer updates), dtype of forward and backward.
 DTYPES = {
@@ -28,12 +29,15 @@ def build_model(config: Config, mesh: Mesh) -> Transformer:
         )
     master, compute = DTYPES[config.precision.recipe]
     _check_alignment(config, mesh)
+    check_layout(config)
     model = meta_model(config, master)
     model.head.compile_chunks = config.parallel.compile
+    model.sequence = mesh.sequence
     parallelize(
         model,
         model.layers,
         mesh,
+        tensor_plan=tensor_plan(config.model, mesh.config.tp),
         compute_dtype=compute,
         rule_of=lambda name: init_rule(name, config.model),
         seed=config.run.seed,

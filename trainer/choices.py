@@ -40,10 +40,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "model.moe.pair_capacity": (None,),
     "model.moe.backend": ("auto", "grouped_mm", "reference"),
-    "parallel.cp": (1,),
-    "parallel.ulysses": (1,),
-    "parallel.tp": (1,),
-    "parallel.etp": (1,),
     "parallel.async_tp": ("none",),
     "precision.recipe": ("bf16", "fp32", "fp64"),
     "precision.linears": ([],),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parallel.mesh import Mesh
 from trainer.data import Batch
 from trainer.loss import IGNORE_INDEX, count_valid
-from trainer.step import forward, sum_over_data
+from trainer.step import forward, sum_over
 
 
 class EvalResult(NamedTuple):
@@ -41,7 +41,9 @@ def evaluate(
         sums[0] += output.loss_sum
         sums[1] += int(count_valid(labels))
         sums[2] += int(num_bytes)
-    sum_over_data(sums, mesh)
+    # Ranks that share a sequence have each a part of its loss, but all of its labels.
+    sum_over(sums[:1], mesh.data_group)
+    sum_over(sums[1:], mesh.batch_group)
     model.train(was_training)
     loss_sum, num_tokens, num_bytes = sums.tolist()
     bits = loss_sum / math.log(2) / num_bytes if num_bytes else None

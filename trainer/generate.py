@@ -43,11 +43,16 @@ def generate(
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
     first = len(ids) if prompt else 0
     was_training = model.training
+    sequence = getattr(model, "sequence", None)
+    unit = 1 if sequence is None else sequence.unit
     model.eval()
     for _ in range(max_new_tokens):
-        context = torch.tensor([ids[-max_context:]], device=device)
+        context = ids[-max_context:]
+        # No token sees what comes after it, so a tail that makes the sequence divide changes nothing.
+        tail = [tokenizer.eos_id] * (-len(context) % unit)
+        logits_BSV = model(torch.tensor([context + tail], device=device)).logits_BSV
         # Ids that pad the vocabulary stand for nothing.
-        logits_V = model(context).logits_BSV[0, -1, : tokenizer.vocab_size]
+        logits_V = logits_BSV[0, len(context) - 1, : tokenizer.vocab_size]
         token = sample_token(logits_V.cpu(), temperature, top_p, generator)
         if token == tokenizer.eos_id and len(ids) > first:
             break

@@ -10,15 +10,22 @@ larger chunks are faster: each one reads and writes the fp32 dW once.
 The result is a *sum*. Whoever divides it by the valid tokens of the whole global batch gets a loss, and gradients,
 that do not depend on how the batch was split over ranks and accumulation steps. Means of means would.
 
+Tensor parallelism splits the vocabulary: each rank has some columns of the logits. Three numbers per token then cross
+the ranks (maximum, sum of exponentials, the label's logit), and every rank has the same loss, its own columns' dW, and
+a partial dh, which the gradient of gathering h adds up.
+
 Shapes: T tokens, D model dim, V vocabulary, C tokens of one chunk.
 """
 
 import functools
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore
 
 # Labels of tokens that take no part in the loss: padding, prompts.
 IGNORE_INDEX = -100
@@ -51,12 +58,14 @@ def linear_cross_entropy(
     *,
     chunk_tokens: int | None = None,
     compile_chunks: bool = False,
+    vocabulary_group: str | None = None,
 ) -> Tensor:
     """Sum over valid tokens of the cross-entropy of `h_TD @ weight_VD.T`: a scalar in fp32 (fp64 for fp64 input).
 
     Logits are computed in the inputs' dtype, the softmax in fp32. Gradients have the inputs' dtypes. Tokens with label
     IGNORE_INDEX add exactly 0 to the loss and to every gradient. `compile_chunks` fuses the element-wise work on a
-    chunk's logits (for GPUs). Without gradients (evaluation) none is computed.
+    chunk's logits (for GPUs). Without gradients (evaluation) none is computed. `vocabulary_group` names the ranks that
+    share the vocabulary: each has its equal part of the rows of W, in rank order, and the same h and labels.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
@@ -64,30 +73,42 @@ def linear_cross_entropy(
     _check_inputs(h_TD, weight_VD, labels_T)
     chunk_tokens = chunk_tokens or default_chunk_tokens(weight_VD.shape[0], h_TD.device.type)
     if torch.is_grad_enabled() and (h_TD.requires_grad or weight_VD.requires_grad):
-        return _LinearCrossEntropy.apply(h_TD, weight_VD, labels_T, chunk_tokens, compile_chunks)  # type: ignore[no-any-return]
-    return _chunked_loss(h_TD, weight_VD, labels_T, chunk_tokens, compile_chunks, False, False).loss_sum
+        return _LinearCrossEntropy.apply(  # type: ignore[no-any-return]
+            h_TD, weight_VD, labels_T, chunk_tokens, compile_chunks, vocabulary_group
+        )
+    return _chunked_loss(
+        h_TD, weight_VD, labels_T, chunk_tokens, compile_chunks, vocabulary_group, False, False
+    ).loss_sum
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, compile_chunks: bool
+        ctx: Any,
+        h_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        chunk_tokens: int,
+        compile_chunks: bool,
+        vocabulary_group: str | None,
     ) -> Tensor:
         needs_h, needs_weight = ctx.needs_input_grad[:2]
-        result = _chunked_loss(h_TD, weight_VD, labels_T, chunk_tokens, compile_chunks, needs_h, needs_weight)
+        result = _chunked_loss(
+            h_TD, weight_VD, labels_T, chunk_tokens, compile_chunks, vocabulary_group, needs_h, needs_weight
+        )
         ctx.save_for_backward(result.grad_h_TD, result.grad_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return result.loss_sum
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_h_TD, grad_weight_VD = ctx.saved_tensors
         if grad_h_TD is not None:
             grad_h_TD = _scaled(grad_h_TD, grad_loss, grad_h_TD.dtype)
         if grad_weight_VD is not None:
             grad_weight_VD = _scaled(grad_weight_VD, grad_loss, ctx.weight_dtype)
-        return grad_h_TD, grad_weight_VD, None, None, None
+        return grad_h_TD, grad_weight_VD, None, None, None, None
 
 
 def _chunked_loss(
@@ -96,12 +117,15 @@ def _chunked_loss(
     labels_T: Tensor,
     chunk_tokens: int,
     compile_chunks: bool,
+    vocabulary_group: str | None,
     needs_h: bool,
     needs_weight: bool,
 ) -> _ChunkedLoss:
     """Loss and the gradients asked for, chunk by chunk. No gradient is recorded here."""
     dtype = torch.float64 if h_TD.dtype == torch.float64 else torch.float32
-    chunk_loss = _compiled_chunk_loss() if compile_chunks else _chunk_loss
+    chunk_loss = _compiled(_chunk_loss) if compile_chunks else _chunk_loss
+    if vocabulary_group is not None:
+        chunk_loss = partial(_split_chunk_loss, vocabulary_group, compile_chunks)
     loss_sum = torch.zeros((), dtype=dtype, device=h_TD.device)
     grad_h_TD = torch.empty_like(h_TD) if needs_h else None
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight else None
@@ -135,9 +159,45 @@ def _chunk_loss(logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype, needs_g
     return loss, grad_CV.masked_fill_(~valid_C[:, None], 0.0).to(logits_CV.dtype)
 
 
+def _split_chunk_loss(
+    group_name: str, compiled: bool, logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """`_chunk_loss` where this rank has some columns of the logits."""
+    group = _resolve_process_group(group_name)  # type: ignore[no-untyped-call]
+    sums, gradient = (
+        (_compiled(_column_sums), _compiled(_column_gradient)) if compiled else (_column_sums, _column_gradient)
+    )
+    valid_C = labels_C != IGNORE_INDEX
+    column_C = labels_C - group.rank() * logits_CV.shape[1]
+    max_C = logits_CV.amax(dim=-1).to(dtype)
+    dist.all_reduce(max_C, dist.ReduceOp.MAX, group=group)
+    sums_2C = sums(logits_CV, column_C, max_C)
+    dist.all_reduce(sums_2C, group=group)
+    log_sum_C = max_C + sums_2C[0].log()
+    loss = torch.where(valid_C, log_sum_C - sums_2C[1], 0.0).sum()
+    if not needs_grad:
+        return loss, logits_CV.new_empty(0)
+    return loss, gradient(logits_CV, column_C, log_sum_C, valid_C)
+
+
+def _column_sums(logits_CV: Tensor, column_C: Tensor, max_C: Tensor) -> Tensor:
+    """(2, C): this rank's part of the sum of exponentials, and the label's logit if its column is here."""
+    wide_CV = logits_CV.to(max_C.dtype)
+    is_label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == column_C[:, None]
+    return torch.stack(
+        [(wide_CV - max_C[:, None]).exp().sum(dim=-1), torch.where(is_label_CV, wide_CV, 0.0).sum(dim=-1)]
+    )
+
+
+def _column_gradient(logits_CV: Tensor, column_C: Tensor, log_sum_C: Tensor, valid_C: Tensor) -> Tensor:
+    is_label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == column_C[:, None]
+    grad_CV = (logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() - is_label_CV.to(log_sum_C.dtype)
+    return torch.where(valid_C[:, None], grad_CV, 0.0).to(logits_CV.dtype)
+
+
 @functools.cache
-def _compiled_chunk_loss() -> Any:
-    return torch.compile(_chunk_loss)
+def _compiled(function: Any) -> Any:
+    return torch.compile(function)
 
 
 def _chunk_bounds(num_tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:

@@ -5,13 +5,18 @@ The schedule is a pure function of the step: nothing of it needs saving, and a r
 
 import math
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moe.linear_maps import local
 from trainer.config import OptimConfig
 
+# What torch's own clipping adds to the norm.
+CLIP_EPS = 1e-6
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
@@ -94,14 +99,37 @@ def ensure_gradients(model: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float, ep_enabled: bool) -> Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before that.
 
-    The norm is over all shards of every mesh, the same scalar on each rank. `max_norm <= 0` only measures.
+    The norm is over all shards of every mesh, the same scalar on each rank: a rank adds the squares of its shards, each
+    divided by the number of ranks that hold the same shard, and one sum over all ranks does the rest. So a tensor
+    counts once whatever it is split over. `max_norm <= 0` only measures.
     """
-    # Imported here: it takes seconds, and only a training step needs it.
-    from torchtitan.distributed.utils import clip_grad_norm_
+    by_copies: dict[int, list[Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_copies.setdefault(_num_copies(parameter.grad), []).append(local(parameter.grad))
+    square = torch.stack([_sum_of_squares(shards) / copies for copies, shards in by_copies.items()]).sum()
+    if dist.is_initialized():
+        dist.all_reduce(square)
+    norm = square.sqrt()
+    if max_norm > 0:
+        factor = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
+        for shard in chain.from_iterable(by_copies.values()):
+            shard.mul_(factor.to(shard.dtype))
+    return norm
 
-    # An infinite bound scales by exactly 1.
-    bound = max_norm if max_norm > 0 else math.inf
-    return clip_grad_norm_(model.parameters(), bound, foreach=True, ep_enabled=ep_enabled)
+
+def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).double().square().sum()
+
+
+def _num_copies(gradient: Tensor) -> int:
+    """Ranks that hold the same shard."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if not isinstance(gradient, DTensor):
+        return world_size
+    axes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return world_size // math.prod(size for size, placement in axes if not placement.is_replicate())

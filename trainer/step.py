@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moe.layer import BalanceScale, MoE
 from moe.load_balance import update_expert_bias
 from parallel.mesh import Mesh
+from parallel.tensor_parallel import sum_shared_gradients
 from trainer.config import Config
 from trainer.data import Batch
 from trainer.loss import count_valid
@@ -74,24 +75,28 @@ def train_step(
         loss = output.loss_sum / num_valid.clamp(min=1)
         mtp_loss = _further_loss(output, num_further_M)
         (loss + config.model.mtp.loss_weight * mtp_loss + output.aux_loss + output.z_loss).backward()
-        values = (loss, output.aux_loss, output.z_loss, output.dropped, mtp_loss)
+        values = (loss, mtp_loss, output.aux_loss, output.z_loss, output.dropped)
         parts = torch.stack([value.detach().double() for value in values])
         sums = parts if sums is None else sums + parts
         if output.tokens_per_expert_LE is not None:
             counts = output.tokens_per_expert_LE if counts is None else counts + output.tokens_per_expert_LE
     assert sums is not None
-    sum_over_data(sums, mesh)
+    # Ranks of tp have the same loss, but tokens of their own between the layers' maps.
+    sum_over(sums[:2], mesh.data_group)
+    sum_over(sums[2:], mesh.token_group)
     if counts is not None:
-        sum_over_data(counts, mesh)
+        sum_over(counts, mesh.token_group)
+    loss, mtp_loss, aux_loss, z_loss, dropped = sums.unbind()
     ensure_gradients(model)
-    grad_norm = clip_grad_norm(model, config.optim.max_grad_norm, mesh.config.ep > 1)
-    updated = may_update is None or may_update(sums[0], grad_norm)
+    sum_shared_gradients(model, mesh)
+    grad_norm = clip_grad_norm(model, config.optim.max_grad_norm)
+    updated = may_update is None or may_update(loss, grad_norm)
     if updated:
         optimizer.step()
         move_expert_bias(model, counts)
     optimizer.zero_grad(set_to_none=True)
-    mtp_loss = None if num_further_M is None else sums[4]
-    return StepResult(sums[0], sums[1], sums[2], grad_norm, counts, sums[3], num_tokens, updated, mtp_loss)
+    further = None if num_further_M is None else mtp_loss
+    return StepResult(loss, aux_loss, z_loss, grad_norm, counts, dropped, num_tokens, updated, further)
 
 
 def forward(
@@ -122,11 +127,11 @@ def forward(
 
 
 def global_counts(batches: Sequence[Batch], mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Valid labels and real tokens of the global batch, over all data ranks and accumulation steps."""
+    """Valid labels and real tokens of the global batch, over all batch ranks and accumulation steps."""
     valid = torch.stack([count_valid(batch.labels_BS) for batch in batches]).sum()
     tokens = torch.stack([(batch.document_ids_BS >= 0).sum() for batch in batches]).sum()
     counts = torch.stack([valid, tokens]).to(mesh.device)
-    sum_over_data(counts, mesh)
+    sum_over(counts, mesh.batch_group)
     return counts[0], counts[1]
 
 
@@ -140,7 +145,7 @@ def global_further_counts(batches: Sequence[Batch], mesh: Mesh, config: Config) 
         for depth in range(len(counts_M)):
             counts_M[depth] += count_valid(labels_ahead(batch.labels_BS, ids_BS, depth + 1))
     counts_M = counts_M.to(mesh.device)
-    sum_over_data(counts_M, mesh)
+    sum_over(counts_M, mesh.batch_group)
     return counts_M
 
 
@@ -152,10 +157,10 @@ def _further_loss(output: ModelOutput, num_further_M: Tensor | None) -> Tensor:
     return (output.mtp_loss_sums_M / num_further_M.clamp(min=1)).mean()
 
 
-def sum_over_data(tensor: Tensor, mesh: Mesh) -> None:
-    """In place, over every rank that holds different tokens."""
-    if mesh.world_size > 1:
-        dist.all_reduce(tensor, group=mesh.data_group)
+def sum_over(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """In place, over the ranks of a group; None: this rank alone."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
 
 
 def move_expert_bias(model: nn.Module, counts_LE: Tensor | None) -> None:

@@ -63,17 +63,14 @@ def check_run_id(run_id: str) -> str:
 def resolve_parallel(parallel: ParallelConfig, num_experts: int, world_size: int) -> ParallelConfig:
     """Replace `ep: -1` by the largest number of ranks that the experts and the mesh allow.
 
-    EP borrows ranks from dp_shard x cp, and from tp too when etp is 1; then it must contain cp x tp.
+    EP borrows ranks from dp_shard x cp, and from tp too when etp is 1.
     """
     if parallel.ep != -1:
         return parallel
     lendable = max(world_size // parallel.dp_replicate, 1)
     if parallel.etp > 1:
         lendable //= parallel.tp
-    within = parallel.cp * (parallel.tp if parallel.etp == 1 else 1)
-    common = math.gcd(lendable, num_experts)
-    legal = [d for d in range(1, common + 1) if common % d == 0 and d % within == 0]
-    return dataclasses.replace(parallel, ep=max(legal, default=1))
+    return dataclasses.replace(parallel, ep=math.gcd(lendable, num_experts))
 
 
 def accumulation_steps(train: TrainConfig, dp_size: int) -> int:

@@ -127,7 +127,7 @@ def gradients_averaged() -> Iterator[None]:
 def norm_misses_other_shards() -> Iterator[None]:
     """The gradient norm is that of this rank's shards."""
 
-    def clip(model: nn.Module, max_norm: float, ep_enabled: bool) -> Tensor:
+    def clip(model: nn.Module, max_norm: float) -> Tensor:
         shards = [parameter.grad.to_local() for parameter in model.parameters()]
         total = torch.stack([shard.square().sum() for shard in shards]).sum().sqrt()
         dist.broadcast(total, 0)

@@ -11,7 +11,7 @@ INIT_STD = 0.15
 # GQA with qk-norm, softmax top-2, batch-level auxiliary loss, z-loss.
 QWEN3 = ModelConfig(
     name="tiny-qwen3",
-    vocab_size=61,
+    vocab_size=64,
     dim=32,
     num_layers=2,
     init_std=INIT_STD,
@@ -22,7 +22,7 @@ QWEN3 = ModelConfig(
 # MLA, a dense first layer, sigmoid scores, group-limited routing, balancing bias, shared expert, sequence-level loss.
 DEEPSEEK = ModelConfig(
     name="tiny-deepseek",
-    vocab_size=61,
+    vocab_size=64,
     dim=32,
     num_layers=2,
     init_std=INIT_STD,
@@ -30,7 +30,7 @@ DEEPSEEK = ModelConfig(
     ffn_dim=48,
     attention=AttentionConfig(
         kind="mla",
-        num_heads=2,
+        num_heads=4,
         q_lora_rank=16,
         kv_lora_rank=8,
         qk_nope_head_dim=8,
@@ -57,7 +57,7 @@ DEEPSEEK = ModelConfig(
 # Attention sinks, a sliding window in every other layer, biases everywhere, clamped SwiGLU.
 GPT_OSS = ModelConfig(
     name="tiny-gpt-oss",
-    vocab_size=61,
+    vocab_size=64,
     dim=32,
     num_layers=2,
     init_std=INIT_STD,
@@ -84,7 +84,7 @@ GPT_OSS = ModelConfig(
 # temperature.
 LLAMA4 = ModelConfig(
     name="tiny-llama4",
-    vocab_size=61,
+    vocab_size=64,
     dim=32,
     num_layers=2,
     init_std=INIT_STD,

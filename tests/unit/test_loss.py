@@ -162,7 +162,7 @@ def test_evaluation_computes_no_gradient() -> None:
 def test_the_compiled_chunk_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph without breaks; the code generator itself is tested on the GPU."""
     compiled = torch.compile(loss_module._chunk_loss, backend="eager", fullgraph=True)
-    monkeypatch.setattr(loss_module, "_compiled_chunk_loss", lambda: compiled)
+    monkeypatch.setattr(loss_module, "_compiled", lambda function: compiled)
     h, weight, labels = make_inputs()
     results = []
     for compile_chunks in (False, True):

@@ -219,7 +219,7 @@ def test_clipping_scales_to_the_bound_and_returns_the_norm_before() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     numel = 12 + 3 + 24 + 6
-    norm = clip_grad_norm(model, max_norm=1.0, ep_enabled=False)
+    norm = clip_grad_norm(model, max_norm=1.0)
     assert norm.item() == pytest.approx(math.sqrt(numel), rel=1e-6)
     clipped = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     # torch divides by norm + 1e-6.
@@ -231,7 +231,7 @@ def test_small_gradients_and_measuring_leave_gradients_as_they_are(max_norm: flo
     model = TinyModel()
     model(torch.ones(2, 3)).backward()
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    norm = clip_grad_norm(model, max_norm, ep_enabled=False)
+    norm = clip_grad_norm(model, max_norm)
     assert norm > 0
     assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters() if p.grad is not None)
 

@@ -9,14 +9,18 @@ counts are read from the activations, never from the config, so that a map cut b
 MLA (DeepSeek-V2, arXiv:2405.04434) keeps keys and values as one low-rank row per token: queries and keys are split
 into a part without position and a part with RoPE, and the rotated key is shared by all heads.
 
-Shapes: B batch, S sequence, D model dim, H query heads, G key/value heads, C head dim (N without position + R with),
-V head dim of the values, L low rank of keys and values.
+Maps into and out of a layer go through `self.maps` (moe/linear_maps.py), which tensor parallelism replaces.
+
+Shapes: B batch, S sequence (of this rank, where it is split; the tokens inside and outside a layer then differ), D
+model dim, H query heads, G key/value heads, C head dim (N without position + R with), V head dim of the values, L low
+rank of keys and values.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe.linear_maps import LinearMaps, local
 from trainer.models.config import AttentionConfig, ModelConfig, RopeConfig
 from trainer.models.inner_attention import InnerAttention, SequencePlan
 from trainer.models.rope import apply_rotary, rotary_tables, softmax_scale
@@ -58,6 +62,7 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.maps = LinearMaps()
         attention, D = config.attention, config.dim
         self.rope = config.rope if has_rope(attention, layer) else None
         self.temperature = (attention.temperature_scale, attention.temperature_floor)
@@ -78,16 +83,17 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, plan: SequencePlan) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
-        q_BSHC = self._heads(self.wq(x_BSD), self.q_norm)
-        k_BSGC = self._heads(self.wk(x_BSD), self.k_norm)
-        v_BSGC = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        q, k, v = self.maps.expand(x_BSD, self.wq, self.wk, self.wv)
+        q_BSHC, k_BSGC = self._heads(q, self.q_norm), self._heads(k, self.k_norm)
+        v_BSGC = v.unflatten(-1, (-1, self.head_dim))
         if self.rope is not None:
             cos, sin = rotary_tables(plan.positions_BS, self.head_dim, self.rope)
             q_BSHC = self._turn(q_BSHC, cos, sin, self.rope)
             k_BSGC = self._turn(k_BSGC, cos, sin, self.rope)
         elif self.temperature[0]:
             q_BSHC = (q_BSHC * position_temperature(plan.positions_BS, *self.temperature)).to(q_BSHC.dtype)
-        return self.wo(self.inner(q_BSHC, k_BSGC, v_BSGC, self.sinks, plan).flatten(2))
+        sinks_H = None if self.sinks is None else local(self.sinks)
+        return self.maps.contract(self.inner(q_BSHC, k_BSGC, v_BSGC, sinks_H, plan).flatten(2), self.wo)
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """Splits a projection into heads and normalises it: over all heads together, or each by itself."""
@@ -124,6 +130,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.maps = LinearMaps()
         attention, D, H = config.attention, config.dim, config.attention.num_heads
         if attention.sinks or attention.qk_norm != "none":
             raise ValueError("model.attention.kind=mla has neither sinks nor qk_norm; set sinks=false and qk_norm=none")
@@ -151,14 +158,17 @@ class LatentAttention(nn.Module):
         q_BSHC = self._queries(x_BSD).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         q_BSHN, q_BSHR = q_BSHC.split([self.nope_dim, self.rope_dim], dim=-1)
         latent_BSL, k_BSR = self.wkv_a(x_BSD).split([self.kv_rank, self.rope_dim], dim=-1)
-        kv_BSHC = self.wkv_b(self.kv_norm(latent_BSL)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        (kv_BSX,) = self.maps.expand(self.kv_norm(latent_BSL), self.wkv_b)
+        kv_BSHC = kv_BSX.unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_BSHN, v_BSHV = kv_BSHC.split([self.nope_dim, self.v_dim], dim=-1)
         q_BSHR = apply_rotary(q_BSHR, cos, sin, interleaved=self.rope.interleaved)
-        k_BS1R = apply_rotary(k_BSR.unsqueeze(2), cos, sin, interleaved=self.rope.interleaved)
+        k_BS1R = apply_rotary(self.maps.gather(k_BSR).unsqueeze(2), cos, sin, interleaved=self.rope.interleaved)
         k_BSHR = k_BS1R.expand(-1, -1, k_BSHN.size(2), -1)
         q = torch.cat((q_BSHN, q_BSHR), dim=-1)
         k = torch.cat((k_BSHN, k_BSHR), dim=-1)
-        return self.wo(self.inner(q, k, v_BSHV, None, plan).flatten(2))
+        return self.maps.contract(self.inner(q, k, v_BSHV, None, plan).flatten(2), self.wo)
 
     def _queries(self, x_BSD: Tensor) -> Tensor:
-        return self.wq_b(self.q_norm(self.wq_a(x_BSD))) if self.q_rank > 0 else self.wq(x_BSD)
+        if self.q_rank > 0:
+            return self.maps.expand(self.q_norm(self.wq_a(x_BSD)), self.wq_b)[0]
+        return self.maps.expand(x_BSD, self.wq)[0]

@@ -18,6 +18,7 @@ Shapes: B batch, S sequence, T = B * S tokens, H query heads, G key/value heads,
 N documents. Queries are scaled by `scale` inside.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from comms.split_sequence import SplitSequence
+from parallel.context_parallel import ContextParallel, context_attention
 from trainer.models.config import AttentionConfig
 from trainer.models.varlen_attention import varlen_attention
 
@@ -53,6 +56,14 @@ class SequencePlan(NamedTuple):
     """varlen: where each document starts among the T tokens, then T (repeated up to the static length); int32."""
     chunk_cu_seqlens_N: Tensor | None = None
     """varlen: the same for chunks."""
+    first_BS: Tensor | None = None
+    """Where keys and values go round a ring: the first token that each token of the *whole* sequence sees by its
+    document; None means from the start."""
+    chunk_first_BS: Tensor | None = None
+    """The same for chunks."""
+    max_documents: int | None = None
+    chunk_max_documents: int | None = None
+    """A ring: bounds on the documents, and chunks, of the batch; None where nobody knows any."""
 
 
 def choose_backend(config: AttentionConfig, device: torch.device, dtype: torch.dtype, *, documents: bool) -> str:
@@ -77,12 +88,16 @@ def plan_sequences(
     positions_BS: Tensor | None = None,
     document_ids_BS: Tensor | None = None,
     max_documents: int | None = None,
+    sequence: SplitSequence | None = None,
 ) -> SequencePlan:
-    """Plans the attention of a batch whose embedded tokens are x.
+    """Plans the attention of a batch whose embedded tokens (this rank's part) are x.
 
     positions default to the place within the document. max_documents bounds the documents of the batch (runs of equal
     ids, padding included, over all its sequences); without it the varlen backend asks the device, which synchronises.
+    positions and documents are those of whole sequences; `sequence` tells which part of them is this rank's.
     """
+    if sequence is not None:
+        return _plan_part(x_BSD, config, positions_BS, document_ids_BS, max_documents, sequence)
     B, S, _ = x_BSD.shape
     chunked = 0 < config.chunk_size < S
     documents = document_ids_BS is not None or chunked
@@ -92,7 +107,7 @@ def plan_sequences(
         positions_BS = _default_positions(S, starts_BS, x_BSD.device)
     plan = SequencePlan(backend, positions_BS, None if document_ids_BS is None else document_ids_BS >= 0)
     if chunked:
-        plan = _plan_chunks(plan, B, S, starts_BS, config.chunk_size, max_documents)
+        plan = _plan_chunks(plan, config, B, S, starts_BS, max_documents)
     if backend == "varlen":
         return plan._replace(cu_seqlens_N=_cumulative_lengths(B, S, starts_BS, max_documents, x_BSD.device))
     windowed = 0 < config.sliding_window < S
@@ -103,19 +118,64 @@ def plan_sequences(
     return plan._replace(mask_B1SS=None if starts_BS is None else mask_B1SS, window_mask_B1SS=window_mask)
 
 
+def _plan_part(
+    x_BLD: Tensor,
+    config: AttentionConfig,
+    positions_BS: Tensor | None,
+    document_ids_BS: Tensor | None,
+    max_documents: int | None,
+    sequence: SplitSequence,
+) -> SequencePlan:
+    """The plan of a rank that has parts of sequences. Without a ring its heads still see them whole."""
+    B, S, D = x_BLD.size(0), x_BLD.size(1) * sequence.num_parts, x_BLD.size(2)
+    if sequence.ring == 1:
+        whole = x_BLD.new_empty(()).expand(B, S, D)
+        plan = plan_sequences(
+            whole, config, positions_BS=positions_BS, document_ids_BS=document_ids_BS, max_documents=max_documents
+        )
+    else:
+        starts_BS = None if document_ids_BS is None else document_starts(document_ids_BS)
+        places_BS = _default_positions(S, starts_BS, x_BLD.device)
+        index_S = torch.arange(S, device=x_BLD.device)
+        plan = SequencePlan(
+            "ring",
+            places_BS if positions_BS is None else positions_BS,
+            None if document_ids_BS is None else document_ids_BS >= 0,
+            first_BS=None if starts_BS is None else index_S - places_BS,
+            chunk_first_BS=index_S - places_BS % config.chunk_size if 0 < config.chunk_size < S else None,
+            max_documents=B if starts_BS is None else max_documents,
+            chunk_max_documents=_bound_chunks(config, B, S, starts_BS is not None, max_documents),
+        )
+    mask_BS = plan.token_mask_BS
+    return plan._replace(
+        positions_BS=sequence.attention_part(plan.positions_BS),
+        token_mask_BS=None if mask_BS is None else sequence.part(mask_BS),
+    )
+
+
 def _plan_chunks(
-    plan: SequencePlan, B: int, S: int, starts_BS: Tensor | None, chunk_size: int, max_documents: int | None
+    plan: SequencePlan,
+    config: AttentionConfig,
+    B: int,
+    S: int,
+    starts_BS: Tensor | None,
+    max_documents: int | None,
 ) -> SequencePlan:
     """Adds what layers with chunks need."""
-    device = plan.positions_BS.device
+    device, chunk_size = plan.positions_BS.device, config.chunk_size
     chunk_starts_BS = (_default_positions(S, starts_BS, device) % chunk_size == 0).expand(B, S)
     if plan.backend != "varlen":
         return plan._replace(chunk_mask_B1SS=_causal_mask(S, chunk_starts_BS, device))
-    if starts_BS is None:
-        max_documents = B
-    # A document of n tokens has (n - 1) // chunk_size starts besides its own.
-    bound = None if max_documents is None else max_documents + B * S // chunk_size
+    bound = _bound_chunks(config, B, S, starts_BS is not None, max_documents)
     return plan._replace(chunk_cu_seqlens_N=_cumulative_lengths(B, S, chunk_starts_BS, bound, device))
+
+
+def _bound_chunks(config: AttentionConfig, B: int, S: int, documents: bool, max_documents: int | None) -> int | None:
+    """At most so many chunks are in the batch."""
+    if config.chunk_size == 0 or (documents and max_documents is None):
+        return None
+    # A document of n tokens has (n - 1) // chunk_size starts besides its own.
+    return (max_documents or 0 if documents else B) + B * S // config.chunk_size
 
 
 def document_starts(document_ids_BS: Tensor) -> Tensor:
@@ -172,11 +232,33 @@ class InnerAttention(nn.Module):
         self.scale = scale
         self.window = window
         self.chunk = chunk
+        # Set by parallel: how the ranks that share a sequence work together.
+        self.context: ContextParallel | None = None
 
     def forward(
         self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, sinks_H: Tensor | None, plan: SequencePlan
     ) -> Tensor:
         """-> (B, S, H, V)."""
+        if self.context is None:
+            return self.whole_sequences(q_BSHD, k_BSGD, v_BSGV, sinks_H, plan)
+        chunked = self.chunk > 0 and plan.chunk_first_BS is not None
+        return context_attention(
+            q_BSHD,
+            k_BSGD,
+            v_BSGV,
+            sinks_H,
+            self.context,
+            scale=self.scale,
+            window=self.window,
+            first_BS=plan.chunk_first_BS if chunked else plan.first_BS,
+            max_documents=plan.chunk_max_documents if chunked else plan.max_documents,
+            local=partial(self.whole_sequences, plan=plan),
+        )
+
+    def whole_sequences(
+        self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, sinks_H: Tensor | None, plan: SequencePlan
+    ) -> Tensor:
+        """The attention of a rank that has whole sequences, if perhaps not every head -> (B, S, H, V)."""
         S = q_BSHD.size(1)
         windowed, chunked = 0 < self.window < S, 0 < self.chunk < S
         if plan.backend == "varlen":

@@ -18,9 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comms.split_sequence import SplitSequence
 from moe.feed_forward import FeedForward
 from moe.layer import BalanceScale, MoE, MoEStats
+from moe.linear_maps import LinearMaps, local
 from parallel.init import InitRule
+from parallel.tensor_parallel import TensorPlan
 from trainer.loss import linear_cross_entropy
 from trainer.models.attention import build_attention
 from trainer.models.config import ModelConfig
@@ -90,6 +93,19 @@ class MultiTokenGlue(nn.Module):
         return self.projection(torch.cat((self.embedding_norm(embedded_BSD), self.hidden_norm(h_BSD)), dim=-1))
 
 
+class Embedding(nn.Module):
+    """A row of the table for each token."""
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__()
+        self.maps = LinearMaps()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """(B, S) -> (B, S, D)."""
+        return self.maps.embed(tokens_BS, self.weight)
+
+
 class Head(nn.Module):
     """The output map to the vocabulary. With labels it returns their summed loss and never holds all logits.
 
@@ -99,6 +115,7 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.maps = LinearMaps()
         tied = config.tie_embeddings
         self.weight = None if tied else nn.Parameter(torch.empty(config.vocab_size, config.dim))
         # Set by whoever compiles the blocks: fuses the element-wise work on each chunk of logits.
@@ -108,10 +125,15 @@ class Head(nn.Module):
         """-> logits (B, S, V), or with labels (-100: not counted) the sum of the cross-entropy, a scalar."""
         weight_VD = embedding_VD if self.weight is None else self.weight
         assert weight_VD is not None
+        h_BSD, weight_VD = self.maps.gather(h_BSD), local(weight_VD)
         if labels_BS is None:
-            return F.linear(h_BSD, weight_VD)
+            return self.maps.join_vocabulary(F.linear(h_BSD, weight_VD))
         return linear_cross_entropy(
-            h_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), compile_chunks=self.compile_chunks
+            h_BSD.flatten(0, 1),
+            weight_VD,
+            labels_BS.flatten(),
+            compile_chunks=self.compile_chunks,
+            vocabulary_group=self.maps.vocabulary_group,
         )
 
 
@@ -122,7 +144,9 @@ class Transformer(nn.Module):
         """Raises ValueError when the config names something unknown or contradicts itself."""
         super().__init__()
         self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # Set by parallel: how sequences are split over ranks.
+        self.sequence: SplitSequence | None = None
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         # The last mtp.depth blocks are those for multi-token prediction.
         num_blocks = config.num_layers + config.mtp.depth
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(num_blocks)})
@@ -142,6 +166,9 @@ class Transformer(nn.Module):
     ) -> ModelOutput:
         """Runs the model; the loss with labels, else the logits.
 
+        Every rank that shares a sequence is given all of it and works on its part; the loss is that of the part of its
+        tp ranks together, the logits (then without a gradient) are those of whole sequences.
+
         Args:
             tokens_BS: int64.
             labels_BS: int64, already shifted; -100 is not counted.
@@ -151,13 +178,14 @@ class Transformer(nn.Module):
             balance: sizes of the global batch for the auxiliary losses; None computes none.
             max_documents: a bound on the runs of equal ids in the batch; spares the varlen backend a synchronisation.
         """
-        x_BSD = self.tok_embeddings(tokens_BS)
+        x_BSD = self.tok_embeddings(self.attention_part(tokens_BS))
         plan = plan_sequences(
             x_BSD,
             self.config.attention,
             positions_BS=positions_BS,
             document_ids_BS=document_ids_BS,
             max_documents=max_documents,
+            sequence=self.sequence,
         )
         layer_stats: list[MoEStats] = []
         for block in list(self.layers.values())[: self.config.num_layers]:
@@ -165,12 +193,21 @@ class Transformer(nn.Module):
             if stats is not None:
                 layer_stats.append(stats)
         h_BSD = self.norm(x_BSD)
-        out = self.head(h_BSD, labels_BS, self.tok_embeddings.weight)
-        loss_sum, logits_BSV = (None, out) if labels_BS is None else (out, None)
+        own_labels_BS = None if labels_BS is None else self.attention_part(labels_BS)
+        out = self.head(h_BSD, own_labels_BS, self.tok_embeddings.weight)
+        loss_sum, logits_BSV = (None, self.whole(out)) if labels_BS is None else (out, None)
         mtp_sums_M = None
         if self.training and labels_BS is not None and self.mtp:
             mtp_sums_M = self.predict_further(h_BSD, tokens_BS, labels_BS, document_ids_BS, plan, balance, layer_stats)
         return ModelOutput(loss_sum, logits_BSV, *_total(layer_stats, x_BSD.device), mtp_sums_M)
+
+    def attention_part(self, whole_BSX: Tensor) -> Tensor:
+        """The tokens of whole sequences that this rank's attention works on."""
+        return whole_BSX if self.sequence is None else self.sequence.attention_part(whole_BSX)
+
+    def whole(self, logits_BCV: Tensor) -> Tensor:
+        """Logits of whole sequences from those of `attention_part`."""
+        return logits_BCV if self.sequence is None else self.sequence.whole_from_attention(logits_BCV)
 
     def predict_further(
         self,
@@ -189,13 +226,14 @@ class Transformer(nn.Module):
         sums: list[Tensor] = []
         blocks = list(self.layers.values())[self.config.num_layers :]
         for steps, (glue, block) in enumerate(zip(self.mtp.values(), blocks, strict=True), start=1):
-            x_BSD = glue(h_BSD, self.tok_embeddings(ahead(tokens_BS, steps, 0)))
-            routed = plan._replace(token_mask_BS=same_document_ahead(tokens_BS, document_ids_BS, steps))
+            x_BSD = glue(h_BSD, self.tok_embeddings(self.attention_part(ahead(tokens_BS, steps, 0))))
+            mask_BS = same_document_ahead(tokens_BS, document_ids_BS, steps)
+            routed = plan._replace(token_mask_BS=mask_BS if self.sequence is None else self.sequence.part(mask_BS))
             x_BSD, stats = block(x_BSD, routed, balance)
             h_BSD = cast(MultiTokenGlue, glue).norm(x_BSD)
             if stats is not None:
                 layer_stats.append(stats)
-            labels = labels_ahead(labels_BS, document_ids_BS, steps)
+            labels = self.attention_part(labels_ahead(labels_BS, document_ids_BS, steps))
             sums.append(self.head(h_BSD, labels, self.tok_embeddings.weight))
         return torch.stack(sums)
 
@@ -224,6 +262,35 @@ def init_rule(name: str, config: ModelConfig) -> InitRule:
     if module in ("wo", "w_down") or last == "w_down":
         return InitRule("normal", config.init_std / math.sqrt(2 * config.num_layers))
     return InitRule("normal", config.init_std)
+
+
+def tensor_plan(config: ModelConfig, tp: int) -> TensorPlan:
+    """How tensor parallelism splits the model: heads, hidden units of dense layers, vocabulary.
+
+    Low-rank maps of MLA, norms and what belongs to MoE layers stay whole. So do key and value maps with fewer heads
+    than ranks: each rank then takes the rows of the head that its query heads share.
+    """
+    attention, feed_forward = "layers.*.attention", "layers.*.feed_forward"
+    split = {"tok_embeddings.weight": 0, "head.weight": 0, f"{attention}.sinks": 0}
+    shares_heads = attention_kv_heads(config) % tp != 0
+    columns = ("wq", "wq_b", "wkv_b") if shares_heads else ("wq", "wk", "wv", "wq_b", "wkv_b")
+    for name in columns:
+        split[f"{attention}.{name}.weight"] = split[f"{attention}.{name}.bias"] = 0
+    split |= {f"{feed_forward}.w_gate.weight": 0, f"{feed_forward}.w_up.weight": 0}
+    split |= {f"{attention}.wo.weight": 1, f"{feed_forward}.w_down.weight": 1}
+    full_norm = config.attention.qk_norm == "full"
+    return TensorPlan(
+        split=split,
+        modules=("tok_embeddings", "head", attention, feed_forward),
+        norms=(f"{attention}.q_norm", f"{attention}.k_norm") if full_norm else (),
+        kv_rows=config.attention.head_dim,
+        kv_sharers=max(tp // config.attention.num_kv_heads, 1),
+    )
+
+
+def attention_kv_heads(config: ModelConfig) -> int:
+    """Heads of keys and values; MLA expands one of each for every query head."""
+    return config.attention.num_heads if config.attention.kind == "mla" else config.attention.num_kv_heads
 
 
 class ParameterCount(NamedTuple):
