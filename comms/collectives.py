@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore
+from torch.distributed.distributed_c10d import _get_group_size_by_name, _resolve_process_group  # pyright: ignore
 
 
 def gather_dim(x: Tensor, dim: int, group_name: str) -> Tensor:
@@ -69,24 +69,20 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _gathered(x: Tensor, dim: int, group_name: str) -> Tensor:
-    size = _group_size(group_name)
+    size = _get_group_size_by_name(group_name)  # pyright: ignore
     parts = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group_name))
     # Stacked by rank on the first dim; a part of another dim has to be moved there.
     return parts if dim == 0 else torch.cat(parts.chunk(size), dim=dim)
 
 
 def _scattered(x: Tensor, dim: int, group_name: str) -> Tensor:
-    size = _group_size(group_name)
+    size = _get_group_size_by_name(group_name)  # pyright: ignore
     parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim=dim))
     return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(parts, "sum", size, group_name))
 
 
 def _summed(x: Tensor, group_name: str) -> Tensor:
     return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group_name))
-
-
-def _group_size(group_name: str) -> int:
-    return _resolve_process_group(group_name).size()  # type: ignore[no-untyped-call]
 
 
 def _wait(x: Tensor) -> Tensor:
@@ -107,7 +103,7 @@ def sum_over_ranks(values: Tensor, group_name: str) -> Tensor:
 @torch.library.custom_op("sluicegate::gather_over_ranks", mutates_args=())
 def gather_over_ranks(part: Tensor, group_name: str, num_ranks: int) -> Tensor:
     """(num_ranks, *shape): every rank's tensor; no gradient."""
-    assert num_ranks == _group_size(group_name)
+    assert num_ranks == _get_group_size_by_name(group_name)  # pyright: ignore
     return _gathered(part.unsqueeze(0), 0, group_name)
 
 

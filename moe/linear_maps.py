@@ -8,6 +8,7 @@ X and Y widths, V vocabulary, D model dim.
 """
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 
@@ -40,5 +41,4 @@ class LinearMaps:
 
 def local(weight: Tensor) -> Tensor:
     """This rank's part of a weight that is split over ranks; any other weight as it is."""
-    to_local = getattr(weight, "to_local", None)
-    return weight if to_local is None else to_local()
+    return weight.to_local() if isinstance(weight, DTensor) else weight

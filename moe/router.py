@@ -91,7 +91,7 @@ def route(
     logits_TE = _router_logits(x_TD, weight_ED, bias_E, token_mask_T)
     scores_TE = torch.softmax(logits_TE, dim=-1) if config.score_function == "softmax" else torch.sigmoid(logits_TE)
     with torch.no_grad():
-        ids_TK = keep_choice(_choose(logits_TE, scores_TE, expert_bias_E, config))
+        ids_TK = keep_choice(_choose(logits_TE, scores_TE, expert_bias_E, config, seq_len, sequence))
         chosen_ids_TK = ids_TK if token_mask_T is None else ids_TK.masked_fill(~token_mask_T[:, None], NO_EXPERT)
         kept_ids_TK = _drop_above_capacity(chosen_ids_TK, seq_len, config, sequence)
         dropped = ((chosen_ids_TK >= 0) & (kept_ids_TK < 0)).sum()
@@ -133,10 +133,17 @@ def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, token
     return torch.nn.functional.linear(x_TD.to(dtype), weight_ED.to(dtype), bias_E)
 
 
-def _choose(logits_TE: Tensor, scores_TE: Tensor, expert_bias_E: Tensor | None, config: MoEConfig) -> Tensor:
+def _choose(
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    expert_bias_E: Tensor | None,
+    config: MoEConfig,
+    seq_len: int,
+    sequence: SplitSequence | None,
+) -> Tensor:
     """(T, K) expert ids, best first."""
     if config.force_balance:
-        return _balanced_ids(logits_TE.shape[0], config, logits_TE.device)
+        return _balanced_ids(logits_TE.shape[0], config, logits_TE.device, seq_len, sequence)
     if expert_bias_E is not None:
         scores_TE = scores_TE + expert_bias_E.to(scores_TE.dtype)
     elif config.num_groups == 1:
@@ -147,9 +154,16 @@ def _choose(logits_TE: Tensor, scores_TE: Tensor, expert_bias_E: Tensor | None, 
     return _stable_topk(scores_TE, config.top_k)
 
 
-def _balanced_ids(num_tokens: int, config: MoEConfig, device: torch.device) -> Tensor:
-    pairs = torch.arange(num_tokens * config.top_k, device=device)
-    return (pairs % config.num_experts).view(num_tokens, config.top_k)
+def _balanced_ids(
+    num_tokens: int, config: MoEConfig, device: torch.device, seq_len: int, sequence: SplitSequence | None
+) -> Tensor:
+    """By the place of a token among those of whole sequences, so that a layout does not change them."""
+    if sequence is None:
+        index_T = torch.arange(num_tokens, device=device)
+    else:
+        whole_BS = torch.arange(num_tokens * sequence.num_parts, device=device).view(num_tokens // seq_len, -1)
+        index_T = sequence.part(whole_BS).flatten()
+    return (index_T[:, None] * config.top_k + torch.arange(config.top_k, device=device)) % config.num_experts
 
 
 def _mask_other_groups(scores_TE: Tensor, config: MoEConfig) -> Tensor:

@@ -13,6 +13,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,22 +47,29 @@ class Layout(NamedTuple):
 
     name: str
     recipe: str = "bf16"
-    ep: int = 1
-    compiled: bool = False
+    parallel: ParallelConfig = ParallelConfig()
     force_balance: bool = True
 
 
+COMPILED = ParallelConfig(compile=True)
 ONE = (
     Layout("fp64", recipe="fp64"),
-    Layout("ep1"),
-    Layout("ep1_compiled", compiled=True),
-    Layout("ep1_routed", force_balance=False),
+    Layout("one"),
+    Layout("one_compiled", parallel=COMPILED),
+    Layout("one_routed", force_balance=False),
 )
 TWO = (
-    Layout("ep2", ep=2),
-    Layout("ep2_compiled", ep=2, compiled=True),
-    Layout("fsdp2", ep=1),
-    Layout("ep2_routed", ep=2, force_balance=False),
+    Layout("ep2", parallel=ParallelConfig(ep=2)),
+    Layout("fsdp2"),
+    Layout("tp2", parallel=ParallelConfig(tp=2)),
+    Layout("tp2_etp2", parallel=ParallelConfig(tp=2, etp=2)),
+    Layout("ring2", parallel=ParallelConfig(cp=2)),
+    Layout("ulysses2", parallel=ParallelConfig(cp=2, ulysses=2)),
+    Layout("ep2_compiled", parallel=replace(COMPILED, ep=2)),
+    Layout("tp2_compiled", parallel=replace(COMPILED, tp=2, ep=2)),
+    Layout("ring2_compiled", parallel=replace(COMPILED, cp=2, ep=2)),
+    Layout("ulysses2_compiled", parallel=replace(COMPILED, cp=2, ulysses=2)),
+    Layout("ep2_routed", parallel=ParallelConfig(ep=2), force_balance=False),
 )
 
 
@@ -101,7 +109,7 @@ def trace_worker(rank: int, world_size: int, port: int, layouts: tuple[Layout, .
         for layout in layouts:
             trace = trace_layout(
                 tiny_model(layout.force_balance),
-                ParallelConfig(ep=layout.ep, compile=layout.compiled),
+                layout.parallel,
                 recipe=layout.recipe,
                 device=device,
                 seq_len=64,
@@ -142,25 +150,24 @@ def assert_close(trace: Trace, reference: Trace, bound: float, *, same_counts: b
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["ep1", "ep1_compiled"])
+@pytest.mark.parametrize("name", ["one", "one_compiled"])
 def test_one_gpu_against_fp64(one: dict[str, Trace], name: str) -> None:
     assert_close(one[name], one["fp64"], BF16_BOUND)
 
 
 @pytest.mark.multi_gpu(2)
-@pytest.mark.parametrize("name", ["ep2", "ep2_compiled", "fsdp2"])
+@pytest.mark.parametrize("name", [layout.name for layout in TWO if layout.force_balance])
 def test_two_gpus_against_fp64(one: dict[str, Trace], two: dict[str, Trace], name: str) -> None:
     assert_close(two[name], one["fp64"], BF16_BOUND)
 
 
 @pytest.mark.multi_gpu(2)
-@pytest.mark.parametrize(
-    ("name", "alone"),
-    [("ep2", "ep1"), ("ep2_compiled", "ep1_compiled"), ("fsdp2", "ep1"), ("ep2_routed", "ep1_routed")],
-)
-def test_two_gpus_against_one(one: dict[str, Trace], two: dict[str, Trace], name: str, alone: str) -> None:
-    routed = "routed" in name
-    assert_close(two[name], one[alone], ROUTED_BOUND if routed else LAYOUT_BOUND, same_counts=not routed)
+@pytest.mark.parametrize("name", [layout.name for layout in TWO])
+def test_two_gpus_against_one(one: dict[str, Trace], two: dict[str, Trace], name: str) -> None:
+    kind = name.rpartition("_")[2]
+    alone = one[f"one_{kind}" if kind in ("compiled", "routed") else "one"]
+    routed = kind == "routed"
+    assert_close(two[name], alone, ROUTED_BOUND if routed else LAYOUT_BOUND, same_counts=not routed)
 
 
 @pytest.mark.gpu
@@ -168,7 +175,7 @@ def test_the_comparison_sees_a_gradient_scaled_by_two(one: dict[str, Trace]) -> 
     """The bounds above are worth something: one doubled tensor is found and named."""
     reference = one["fp64"]
     name = "layers.1.moe.experts.w_down"
-    doubled = Trace(**{**vars(one["ep1"]), "gradients": {**one["ep1"].gradients, name: 2 * one["ep1"].gradients[name]}})
+    doubled = Trace(**{**vars(one["one"]), "gradients": {**one["one"].gradients, name: 2 * one["one"].gradients[name]}})
     assert [name in mismatch.quantity for mismatch in compare(doubled, reference, BF16_BOUND)][:1] == [True]
     with pytest.raises(AssertionError, match=name):
         assert_close(doubled, reference, ROUTED_BOUND)
