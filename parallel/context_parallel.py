@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
 from parallel.config import either
@@ -127,34 +126,43 @@ def _to_heads(context: ContextParallel, *tensors_BCHD: Tensor) -> tuple[Tensor, 
         return tensors_BCHD
     N = context.ulysses
     whole = [x if x.size(2) % N == 0 else x.repeat_interleave(N // x.size(2), dim=2) for x in tensors_BCHD]
-    return _Exchange.apply(True, context.ulysses_group, *whole)  # type: ignore[no-any-return]
+    return _Exchange.apply(True, N, _ulysses_group_name(context), *whole)  # type: ignore[no-any-return]
 
 
 def _to_tokens(context: ContextParallel, x_BLHV: Tensor) -> Tensor:
     if context.ulysses == 1:
         return x_BLHV
-    return _Exchange.apply(False, context.ulysses_group, x_BLHV)[0]  # type: ignore[no-any-return]
+    return _Exchange.apply(False, context.ulysses, _ulysses_group_name(context), x_BLHV)[0]  # type: ignore[no-any-return]
+
+
+def _ulysses_group_name(context: ContextParallel) -> str:
+    assert context.ulysses_group is not None
+    return context.ulysses_group.group_name
 
 
 class _Exchange(torch.autograd.Function):
-    """Tokens for heads (or back) over the Ulysses ranks; its gradient is the exchange the other way."""
+    """Tokens for heads (or back) over N Ulysses ranks; its gradient is the exchange the other way."""
 
     @staticmethod
-    def forward(ctx: Any, to_heads: bool, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.to_heads, ctx.group = to_heads, group
-        return _exchange(to_heads, group, tensors)
+    def forward(ctx: Any, to_heads: bool, N: int, group_name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.to_heads, ctx.N, ctx.group_name = to_heads, N, group_name
+        return _exchange(to_heads, N, group_name, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, *_exchange(not ctx.to_heads, ctx.group, grads)
+        return None, None, None, *_exchange(not ctx.to_heads, ctx.N, ctx.group_name, grads)
 
 
-def _exchange(to_heads: bool, group: dist.ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    # The tokens' or the heads' dim is cut into the ranks' parts, which must come first.
-    N, cut, joined = group.size(), *((2, 1) if to_heads else (1, 2))
+def _exchange(to_heads: bool, N: int, group_name: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # The tokens' or the heads' dim is cut into the ranks' parts, which must come first: one row of each per rank.
+    cut, joined = (2, 1) if to_heads else (1, 2)
+    rows = [1] * N
     # All are sent before the first is awaited.
     coming = [
-        functional.all_to_all_single(x.unflatten(cut, (N, -1)).movedim(cut, 0).contiguous(), None, None, group)
+        torch.ops._c10d_functional.all_to_all_single(
+            x.unflatten(cut, (N, -1)).movedim(cut, 0).contiguous(), rows, rows, group_name
+        )
         for x in tensors
     ]
-    return tuple(functional.wait_tensor(x_NBX).movedim(0, joined).flatten(joined, joined + 1) for x_NBX in coming)
+    received = [torch.ops._c10d_functional.wait_tensor(x_NBX) for x_NBX in coming]
+    return tuple(x_NBX.movedim(0, joined).flatten(joined, joined + 1) for x_NBX in received)

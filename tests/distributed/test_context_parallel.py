@@ -241,6 +241,26 @@ def test_activation_checkpointing_changes_nothing() -> None:
     assert [result[0][1] for result in (plain, selective, full)] == [0, 0, 1]
 
 
+def compiled_and_eager(ring: int, ulysses: int) -> list[list[torch.Tensor]]:
+    """Output and gradients of one block, eager and as one graph."""
+    block = Block(context_of(ring, ulysses))
+    results = []
+    for forward in (block.forward, torch.compile(block.forward, fullgraph=True, backend="aot_eager")):
+        block.zero_grad(set_to_none=True)
+        x = own_part(inputs(CASES["documents"])[0], ring, ulysses).requires_grad_()
+        out = forward(x)
+        out.square().sum().backward()
+        results.append([out.detach(), x.grad, *(p.grad for p in block.parameters())])
+    return results
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_a_block_compiles_whole(ring: int, ulysses: int) -> None:
+    for eager, compiled in run_workers(compiled_and_eager, 2, ring, ulysses):
+        for one, other in zip(eager, compiled, strict=True):
+            assert torch.equal(one, other)
+
+
 def messages(ring: int) -> list[int]:
     """Elements of every message a rank sends in forward and backward."""
     sent = []
