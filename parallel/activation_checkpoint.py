@@ -1,9 +1,10 @@
-"""Activation checkpointing that never repeats an exchange and never routes twice.
+"""Activation checkpointing that never dispatches rows to experts twice and never routes twice.
 
 Recomputing a block's forward would send its rows over the network again, and a router that met a tie or another
 rounding could choose other experts than those the gradient belongs to. So in every mode the results of these operators
 are kept: the chosen expert ids, the exchanged counts and the received rows. The exchange back needs no keeping: nothing
-that backward wants comes after it, so a recomputation ends before it.
+that backward wants comes after it, so a recomputation ends before it. What the ranks that share a sequence send each
+other for its attention is the same each time; `full` sends it again, in the same order on every rank.
 
     none        everything is kept
     selective   also keeps attention and every second matrix product; recomputes the rest

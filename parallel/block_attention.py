@@ -273,7 +273,10 @@ def _segments(tile: Tile, rule: Rule, q_BQHD: Tensor) -> Segments:
 def _padded(q_BQHD: Tensor, k_BKGD: Tensor, v_BKGV: Tensor, *like_v: Tensor) -> list[Tensor]:
     """(B, rows, heads, dim) -> (T, heads, width): the kernel wants one dim, a multiple of 8. Zeros change nothing."""
     width = -(-max(q_BQHD.size(-1), v_BKGV.size(-1)) // 8) * 8
-    return [F.pad(x, (0, width - x.size(-1))).flatten(0, 1) for x in (q_BQHD, k_BKGD, v_BKGV, *like_v)]
+    tensors = (q_BQHD, k_BKGD, v_BKGV, *like_v)
+    # Padding by nothing would be a copy.
+    wide = [x if x.size(-1) == width else F.pad(x, (0, width - x.size(-1))) for x in tensors]
+    return [x.flatten(0, 1) for x in wide]
 
 
 def packed_flash(

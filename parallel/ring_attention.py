@@ -200,7 +200,8 @@ def ring_attention(
     """Attention over the sequence that the ranks of the group share -> output (B, L, H, V), log-sum-exp with the sink
     (B, H, L) in fp32 (fp64 for fp64). Collective. See `Rule` for what a token sees."""
     rule, group = Rule(scale, window, first_BS, max_documents), _resolve_process_group(group_name)  # pyright: ignore
-    out_BLHV, lse_BHL = forward_over(q_BLHD, _rotate(k_BLGD, v_BLGV, ring, rank, group), ring, rank, rule)
+    blocks = _rotate(k_BLGD, v_BLGV, ring, rank, group)
+    out_BLHV, lse_BHL = forward_over(q_BLHD.contiguous(), blocks, ring, rank, rule)
     if sinks_H is not None:
         with_sink_BHL = torch.logaddexp(lse_BHL, sinks_H.to(lse_BHL.dtype).unsqueeze(1))
         out_BLHV *= (lse_BHL - with_sink_BHL).exp().transpose(1, 2).unsqueeze(-1)
@@ -232,11 +233,11 @@ def _ring_attention_backward(
     max_documents: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rule, group = Rule(scale, window, first_BS, max_documents), _resolve_process_group(group_name)  # pyright: ignore
-    grad_BLHV = grad_BLHV.contiguous()
-    dq_BLHD = torch.zeros_like(q_BLHD, dtype=lse_BHL.dtype)
+    grad, q = grad_BLHV.contiguous(), q_BLHD.contiguous()
+    dq_BLHD = torch.zeros_like(q, dtype=lse_BHL.dtype)
     travelling = None
     for block in _rotate(k_BLGD, v_BLGV, ring, rank, group):
-        gradients_X = backward_of(block, grad_BLHV, q_BLHD, out_BLHV, lse_BHL, dq_BLHD, ring, rank, rule)
+        gradients_X = backward_of(block, grad, q, out_BLHV, lse_BHL, dq_BLHD, ring, rank, rule)
         if travelling is not None:
             gradients_X += travelling.wait()
         travelling = _Transfer(gradients_X, ring, rank, group, _GRADIENTS)
