@@ -12,8 +12,9 @@ Forward, R steps; step i works on the keys and values of rank r - i:
     compute      own keys   of r - 1   of r - 2             merged into one output, weighed by their log-sum-exps
     transfer     -> r + 1   -> r + 1   -> r + 1             the next block comes while this one is worked on
 
-Backward goes around once more; the gradients of a block follow it, each rank adds its part, and after R hops they are
-home. At no time does a rank hold more than two blocks of keys and values beside its own.
+Backward goes around once more. What the other ranks make of a block's gradients follows it: each adds its part, and
+after R - 1 hops they meet the owner's. At no time does a rank hold more than two blocks of keys and values beside its
+own.
 
 Sinks (one more logit z per head, without a value) come last: l' = logaddexp(l, z), o' = o * exp(l - l'). Given l' and
 o' the blocks' backward returns the exact dq, dk, dv, and dz = -sum over rows of exp(z - l') * <dO, o'>.
@@ -235,14 +236,16 @@ def _ring_attention_backward(
     rule, group = Rule(scale, window, first_BS, max_documents), _resolve_process_group(group_name)  # pyright: ignore
     grad, q = grad_BLHV.contiguous(), q_BLHD.contiguous()
     dq_BLHD = torch.zeros_like(q, dtype=lse_BHL.dtype)
+    blocks = _rotate(k_BLGD, v_BLGV, ring, rank, group)
+    own_X = backward_of(next(blocks), grad, q, out_BLHV, lse_BHL, dq_BLHD, ring, rank, rule)
     travelling = None
-    for block in _rotate(k_BLGD, v_BLGV, ring, rank, group):
+    for block in blocks:
         gradients_X = backward_of(block, grad, q, out_BLHV, lse_BHL, dq_BLHD, ring, rank, rule)
         if travelling is not None:
             gradients_X += travelling.wait()
         travelling = _Transfer(gradients_X, ring, rank, group, _GRADIENTS)
     assert travelling is not None
-    dk_BLGD, dv_BLGV = _unpack(travelling.wait(), k_BLGD, v_BLGV)
+    dk_BLGD, dv_BLGV = _unpack(own_X.add_(travelling.wait()), k_BLGD, v_BLGV)
     # Copies: results of an operator must not share memory.
     return tuple(torch.empty_like(x).copy_(dx) for x, dx in ((q_BLHD, dq_BLHD), (k_BLGD, dk_BLGD), (v_BLGV, dv_BLGV)))  # type: ignore[return-value]
 

@@ -280,11 +280,11 @@ def messages(ring: int) -> list[int]:
 
 
 def test_a_ring_moves_parts_of_keys_and_values_only() -> None:
-    """R - 1 blocks forward, R - 1 blocks and R gradients backward, each of 1 / R of the keys and values."""
+    """R - 1 blocks forward, R - 1 blocks and as many gradients backward, each of 1 / R of the keys and values."""
     ring, case = 4, CASES["causal"]
     whole = S * case.G * (case.D + case.V)
     for sent in run_workers(messages, ring, ring):
-        assert sent == [whole // ring] * (3 * ring - 2)
+        assert sent == [whole // ring] * (3 * ring - 3)
 
 
 @pytest.mark.parametrize(
