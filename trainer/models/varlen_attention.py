@@ -40,9 +40,14 @@ def varlen_attention(
     V = v_BSGV.size(-1)
     # The kernel wants one head dim for all three, a multiple of 8; zeros add nothing to the logits or the output.
     width = -(-max(q_BSHD.size(-1), V) // 8) * 8
-    q, k, v = (F.pad(t, (0, width - t.size(-1))).flatten(0, 1) for t in (q_BSHD, k_BSGD, v_BSGV))
+    q, k, v = (_widened(t, width).flatten(0, 1) for t in (q_BSHD, k_BSGD, v_BSGV))
     out_THD, _ = _flash_varlen(q, k, v, sinks_H, cu_seqlens_N, max_len, scale, window)
     return out_THD.view(B, S, H, width)[..., :V]
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    # A pad by nothing would copy.
+    return x if x.size(-1) == width else F.pad(x, (0, width - x.size(-1)))
 
 
 @torch.library.custom_op("sluicegate::flash_varlen", mutates_args=())
