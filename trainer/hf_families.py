@@ -4,6 +4,7 @@ keys that do not go one to one in `hf_parts`.
 A new family is one more Family here and one more NameMap there; the test of each is a tiny model of `transformers`.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from trainer import hf_names
@@ -192,8 +193,16 @@ LLAMA4 = Family(
     },
     only=_ONLY | {"router_jitter_noise": (0.0,)},
     defaults=_DEFAULTS | _AUX_DEFAULT,
-    # Of dense layers, which it has none of.
-    ignored=frozenset({"intermediate_size_mlp"}),
+    # Of dense layers, which it has none of; of quantization.
+    ignored=frozenset({"intermediate_size_mlp", "for_llm_compressor"}),
+)
+LLAMA4_WITH_VISION = replace(
+    LLAMA4,
+    model_types=("llama4",),
+    architecture="Llama4ForConditionalGeneration",
+    names=hf_names.LLAMA4_WITH_VISION,
+    ignored=LLAMA4.ignored | frozenset("vision_config boi_token_index eoi_token_index image_token_index".split()),
+    text_config="text_config",
 )
 QWEN3 = Family(
     ("qwen3",),
@@ -226,6 +235,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": DEEPSEEK_V2,
     "gpt_oss": GPT_OSS,
     "llama4": LLAMA4,
+    "llama4_with_vision": LLAMA4_WITH_VISION,
     "qwen3": QWEN3,
     "llama": LLAMA,
 }

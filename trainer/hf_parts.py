@@ -106,7 +106,7 @@ def _read_no_window(raw: Raw) -> Values:
 
 def _read_layer_types(raw: Raw) -> Values:
     """gpt-oss: the window is on layers 0, 2, 4, ..."""
-    count, window = raw["num_hidden_layers"], raw.get("sliding_window") or 0
+    count, window = raw["num_hidden_layers"], raw.get("sliding_window", 128) or 0
     even = [_FULL if layer % 2 else _SLIDING for layer in range(count)]
     given = raw.get("layer_types") or even
     patterns = {"even": even, "all": [_SLIDING] * count}
@@ -160,17 +160,19 @@ def _write_v2_groups(config: ModelConfig) -> Raw:
 
 def _read_llama4_layers(raw: Raw) -> Values:
     """Every so-manieth layer has no RoPE and no chunks; `no_rope_layers` has a 0 there."""
-    count, every = raw["num_hidden_layers"], raw.get("no_rope_layer_interval") or 0
+    count, every = raw["num_hidden_layers"], raw.get("no_rope_layer_interval", 4) or 0
     flags = raw.get("no_rope_layers") or [int(not every or (layer + 1) % every != 0) for layer in range(count)]
     every = flags.index(0) + 1 if 0 in flags else 0
     if flags != [int(not every or (layer + 1) % every != 0) for layer in range(count)]:
         raise ValueError(f"no_rope_layers={flags} is not every so-manieth layer")
-    if (raw.get("moe_layers") or list(range(count))) != list(range(count)):
-        raise ValueError(f"moe_layers={raw['moe_layers']}: dense layers between the others are not supported")
+    step = raw.get("interleave_moe_layer_step", 1)
+    layers = raw.get("moe_layers") or list(range(step - 1, count, step))
+    if layers != list(range(count)):
+        raise ValueError(f"moe_layers={layers}: dense layers between the others are not supported")
     tuned = raw.get("attn_temperature_tuning", True)
     return {
         "attention.nope_every": every,
-        "attention.chunk_size": raw.get("attention_chunk_size") or 0,
+        "attention.chunk_size": raw.get("attention_chunk_size", 8192) or 0,
         "attention.temperature_scale": raw.get("attn_scale", 0.1) if tuned else 0.0,
         "attention.temperature_floor": raw.get("floor_scale", 8192),
         "attention.qk_norm": "l2" if raw.get("use_qk_norm", True) else "none",

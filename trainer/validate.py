@@ -18,7 +18,7 @@ from trainer.choices import AVAILABLE, BOUNDS, CHOICES
 from trainer.config import Config, SourceConfig, TrainConfig
 from trainer.hf_config import HF_PREFIX, choose_family
 from trainer.hf_families import FAMILIES
-from trainer.models.config import AttentionConfig, RopeConfig
+from trainer.models.config import AttentionConfig, ModelConfig, RopeConfig
 from trainer.schema import did_you_mean, leaf_type
 
 RUN_ID = re.compile(r"[A-Za-z0-9._-]+")
@@ -37,7 +37,7 @@ def validate(config: Config) -> None:
     _check_bounds(config)
     _check_available(config)
     _check_run(config)
-    _check_attention(config.model.attention)
+    check_sizes(config.model)
     _check_model(config)
     _check_rope(config.model.rope)
     _check_moe(config.model.moe)
@@ -140,6 +140,22 @@ def _check_run(config: Config) -> None:
         leaf_type(key)
 
 
+def check_sizes(model: ModelConfig) -> None:
+    """Check what a model cannot be computed without, whatever it is for.
+
+    Raises:
+        ValueError: as `validate`.
+    """
+    _check_attention(model.attention)
+    if model.num_dense_layers > model.num_layers:
+        raise ValueError(
+            f"model.num_dense_layers={model.num_dense_layers} exceeds model.num_layers={model.num_layers}; "
+            f"nearest legal: {model.num_layers}"
+        )
+    if model.num_dense_layers < model.num_layers:
+        _check_experts(model.moe)
+
+
 def _check_attention(attention: AttentionConfig) -> None:
     if attention.kind == "mla":
         _check_mla(attention)
@@ -183,17 +199,11 @@ def _check_even(key: str, value: int) -> None:
 
 def _check_model(config: Config) -> None:
     model, train = config.model, config.train
-    if model.num_dense_layers > model.num_layers:
-        raise ValueError(
-            f"model.num_dense_layers={model.num_dense_layers} exceeds model.num_layers={model.num_layers}; "
-            f"nearest legal: {model.num_layers}"
-        )
     if train.seq_len > model.max_seq_len:
         raise ValueError(
             f"train.seq_len={train.seq_len} exceeds model.max_seq_len={model.max_seq_len}; "
             f"nearest legal: train.seq_len={model.max_seq_len}, or raise model.max_seq_len"
         )
-    _check_rope(model.rope)
 
 
 def _check_rope(rope: RopeConfig) -> None:
@@ -218,7 +228,7 @@ def _check_rope(rope: RopeConfig) -> None:
             )
 
 
-def _check_moe(moe: MoEConfig) -> None:
+def _check_experts(moe: MoEConfig) -> None:
     if moe.top_k > moe.num_experts:
         raise ValueError(
             f"model.moe.top_k={moe.top_k} exceeds model.moe.num_experts={moe.num_experts}; "
@@ -231,6 +241,9 @@ def _check_moe(moe: MoEConfig) -> None:
             f"nearest legal: {legal}"
         )
     _check_groups(moe)
+
+
+def _check_moe(moe: MoEConfig) -> None:
     if moe.top_k == 1 and moe.normalize_topk and moe.num_experts > 1:
         raise ValueError(
             "model.moe.top_k=1 with model.moe.normalize_topk=true gives every chosen expert the weight 1, and the "
