@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.choices import BOUNDS
 from trainer.hf_names import NameMap, with_multi_token
-from trainer.models.config import ModelConfig
+from trainer.models.config import ROPE_SETTINGS, ModelConfig
 
 HF_PREFIX = "hf:"
 """Of `checkpoint.init_from`, where it names a Hugging Face folder."""
@@ -209,9 +209,6 @@ _GQA = (
     "num_kv_heads head_dim qk_norm sinks sliding_window sliding_window_layers nope_every chunk_size temperature_scale "
     "temperature_floor".split()
 )
-_YARN = "beta_fast beta_slow mscale mscale_all_dim truncate".split()
-_LLAMA3 = "low_freq_factor high_freq_factor".split()
-_SCALINGS = {"none": ["factor", "original_seq_len", *_YARN, *_LLAMA3], "yarn": _LLAMA3, "llama3": _YARN}
 
 
 def _without_effect(path: str, config: ModelConfig) -> bool:
@@ -224,7 +221,7 @@ def _without_effect(path: str, config: ModelConfig) -> bool:
         }
         return name in unused or off.get(name, False)
     if section == "rope":
-        return name in _SCALINGS[config.rope.scaling]
+        return name not in ("theta", "scaling", "interleaved", *ROPE_SETTINGS[config.rope.scaling])
     if section == "moe":
         no_groups = config.moe.num_groups == 1 and name in ("top_groups", "group_score")
         return no_groups or config.num_dense_layers == config.num_layers

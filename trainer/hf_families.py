@@ -22,6 +22,7 @@ from trainer.hf_parts import (
     Q_LORA,
     ROPE,
     SHARED,
+    STATED_HEAD_DIM,
     V2_GROUPS,
     WINDOW,
 )
@@ -161,7 +162,7 @@ GPT_OSS = Family(
         "num_local_experts": "moe.num_experts",
         "intermediate_size": "moe.expert_dim",
     },
-    (ROPE, HEAD_DIM, LAYER_TYPES),
+    (ROPE, STATED_HEAD_DIM, LAYER_TYPES),
     fixed={
         "attention.sinks": True,
         "moe.router_bias": True,
@@ -184,7 +185,7 @@ LLAMA4 = Family(
         "num_local_experts": "moe.num_experts",
         "intermediate_size": "moe.expert_dim",
     },
-    (ROPE, HEAD_DIM, LLAMA4_LAYERS),
+    (ROPE, STATED_HEAD_DIM, LLAMA4_LAYERS),
     fixed={
         "rope.interleaved": True,
         "moe.score_function": "sigmoid",
@@ -209,7 +210,7 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     hf_names.DENSE,
     {**_GQA, **_BIAS, "intermediate_size": "ffn_dim"},
-    (ROPE, HEAD_DIM, NO_WINDOW, ALL_DENSE),
+    (ROPE, STATED_HEAD_DIM, NO_WINDOW, ALL_DENSE),
     fixed={"attention.qk_norm": "head"},
     only=_ONLY,
     defaults=_DEFAULTS,

@@ -27,7 +27,10 @@ _LLAMA3_KEYS = {
 
 def _read_rope(raw: Raw) -> Values:
     """Of `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`)."""
-    given: dict[str, Any] = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    found = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"RoPE scaling {found!r} is no JSON object")
+    given: dict[str, Any] = dict(found)
     theta = given.pop("rope_theta", raw.get("rope_theta"))
     if theta is None:
         raise ValueError("there is no rope_theta")
@@ -90,6 +93,11 @@ def _read_head_dim(raw: Raw) -> Values:
     return {"attention.head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]}
 
 
+def _read_stated_head_dim(raw: Raw) -> Values:
+    """Where `transformers` has a default of its own, the key must be there."""
+    return {"attention.head_dim": raw["head_dim"] or raw["hidden_size"] // raw["num_attention_heads"]}
+
+
 def _read_window(raw: Raw) -> Values:
     return {"attention.sliding_window": raw.get("sliding_window") or 0}
 
@@ -130,7 +138,7 @@ def _write_layer_types(config: ModelConfig) -> Raw:
 
 
 def _read_shared(raw: Raw) -> Values:
-    return {"moe.shared_expert_dim": (raw.get("n_shared_experts") or 0) * raw["moe_intermediate_size"]}
+    return {"moe.shared_expert_dim": (raw["n_shared_experts"] or 0) * raw["moe_intermediate_size"]}
 
 
 def _write_shared(config: ModelConfig) -> Raw:
@@ -212,6 +220,7 @@ MULTI_TOKEN = Part(
 ROPE = Part(("rope_parameters", "rope_scaling", "rope_theta"), _read_rope, _write_rope)
 DENSE_PREFIX = Part(("mlp_only_layers", "decoder_sparse_step"), _read_dense_prefix, _write_dense_prefix)
 HEAD_DIM = Part(("head_dim",), _read_head_dim, lambda config: {"head_dim": config.attention.head_dim})
+STATED_HEAD_DIM = Part(("head_dim",), _read_stated_head_dim, HEAD_DIM.write)
 IMPLIED_HEAD_DIM = Part(("head_dim",), _read_head_dim, lambda config: {})
 WINDOW = Part(("sliding_window",), _read_window, _write_window)
 NO_WINDOW = Part(
@@ -223,7 +232,7 @@ LAYER_TYPES = Part(("sliding_window", "layer_types"), _read_layer_types, _write_
 SHARED = Part(("n_shared_experts",), _read_shared, _write_shared)
 Q_LORA = Part(
     ("q_lora_rank",),
-    lambda raw: {"attention.q_lora_rank": raw.get("q_lora_rank") or 0},
+    lambda raw: {"attention.q_lora_rank": raw["q_lora_rank"] or 0},
     lambda config: {"q_lora_rank": config.attention.q_lora_rank or None},
 )
 # Every head has its own keys and values; `transformers` wants the count.

@@ -228,22 +228,22 @@ def export_parts(
     partial = peers.from_rank0(lambda: _begin(folder, plan))
     try:
         writer = TensorWriter(partial, plan.layout)
-        moved = Transfer(plan.notes)
+        lost: list[str] = []
         with peers.together(), torch.no_grad():
             for name, part in parts:
                 pieces = plan.pieces(name, export.shapes[name])
                 if not pieces and bool(part.values.any()):
-                    moved.notes.append(f"{name} is not zero, but {plan.family.model_types[0]} has no place for it")
+                    lost.append(f"{name} is not zero, but {plan.family.model_types[0]} has no place for it")
                 write_part(part, pieces, writer)
             writer.close()
-        moved.largest = writer.largest
-        written = peers.gather(writer.written)
-        peers.from_rank0(lambda: _finish(folder, partial, plan, export, sum(written)))
+        # Rank 0 speaks for all.
+        done = peers.gather((writer.written, lost))
+        peers.from_rank0(lambda: _finish(folder, partial, plan, export, sum(written for written, _ in done)))
     except BaseException:
         if peers.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    return moved
+    return Transfer([*plan.notes, *(note for _, notes in done for note in notes)], writer.largest)
 
 
 def target_folder(path: str | Path, *, replace: bool) -> Path:

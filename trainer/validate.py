@@ -18,13 +18,11 @@ from trainer.choices import AVAILABLE, BOUNDS, CHOICES
 from trainer.config import Config, SourceConfig, TrainConfig
 from trainer.hf_config import HF_PREFIX, choose_family
 from trainer.hf_families import FAMILIES
-from trainer.models.config import AttentionConfig, ModelConfig, RopeConfig
+from trainer.models.config import ROPE_SETTINGS, AttentionConfig, ModelConfig, RopeConfig
 from trainer.schema import did_you_mean, leaf_type
 
 RUN_ID = re.compile(r"[A-Za-z0-9._-]+")
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
-# Settings of model.rope that only a stretched context reads.
-YARN_ONLY = ("factor", "original_seq_len", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
 def validate(config: Config) -> None:
@@ -181,7 +179,7 @@ def _check_attention(attention: AttentionConfig) -> None:
 
 def _check_mla(attention: AttentionConfig) -> None:
     _check_even("model.attention.qk_rope_head_dim", attention.qk_rope_head_dim)
-    plain = {"qk_norm": "none", "bias": False, "sinks": False}
+    plain = {"qk_norm": "none", "sinks": False}
     plain |= dict.fromkeys(("sliding_window", "nope_every", "chunk_size", "temperature_scale"), 0)
     for name, value in plain.items():
         if getattr(attention, name) != value:
@@ -207,24 +205,24 @@ def _check_model(config: Config) -> None:
 
 
 def _check_rope(rope: RopeConfig) -> None:
-    if rope.scaling == "llama3" and rope.high_freq_factor < rope.low_freq_factor:
+    used = ROPE_SETTINGS[rope.scaling]
+    for scaling, names in ROPE_SETTINGS.items():
+        for name in names:
+            value, default = getattr(rope, name), getattr(RopeConfig, name)
+            if name not in used and value != default:
+                raise ValueError(
+                    f"model.rope.{name}={value} does nothing with model.rope.scaling={rope.scaling}; "
+                    f"set model.rope.scaling={scaling}, or model.rope.{name}={default}"
+                )
+    if used and rope.factor <= 1:
         raise ValueError(
-            f"model.rope.high_freq_factor={rope.high_freq_factor} is below model.rope.low_freq_factor="
-            f"{rope.low_freq_factor}; nearest legal: model.rope.high_freq_factor={rope.low_freq_factor}"
+            f"model.rope.factor={rope.factor} stretches nothing; set it above 1, or model.rope.scaling=none"
         )
-    if rope.scaling != "none":
-        if rope.factor <= 1:
+    for fast, slow in (("beta_fast", "beta_slow"), ("high_freq_factor", "low_freq_factor")):
+        if fast in used and getattr(rope, fast) < getattr(rope, slow):
             raise ValueError(
-                f"model.rope.factor={rope.factor} stretches nothing; set it above 1, or model.rope.scaling=none"
-            )
-        return
-    plain = RopeConfig()
-    for name in YARN_ONLY:
-        value, default = getattr(rope, name), getattr(plain, name)
-        if value != default:
-            raise ValueError(
-                f"model.rope.{name}={value} does nothing with model.rope.scaling=none; set model.rope.scaling=yarn, or "
-                f"model.rope.{name}={default}"
+                f"model.rope.{fast}={getattr(rope, fast)} is below model.rope.{slow}={getattr(rope, slow)}; "
+                f"nearest legal: model.rope.{fast}={getattr(rope, slow)}"
             )
 
 
