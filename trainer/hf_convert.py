@@ -35,6 +35,7 @@ from trainer.hf_upcycle import fill_upcycled, upcycled_config
 from trainer.huggingface import (
     Export,
     Transfer,
+    check_room,
     export_parts,
     load_source,
     named_tensors,
@@ -131,12 +132,12 @@ def _write_run(
     out: str | Path, source: Source, model_config: ModelConfig, dtype: torch.dtype | None, peers: Peers, fill: Fill
 ) -> Transfer:
     out = peers.from_rank0(lambda: target_folder(out, replace=False))
-    partial = peers.from_rank0(lambda: _make(out.with_name(f"{out.name}.partial.{secrets.token_hex(4)}")))
+    # Generation sees as much as the model does, within reason.
+    seq_len = min(model_config.max_seq_len, MAX_CONTEXT)
+    config = Config(model=model_config, train=TrainConfig(seq_len=seq_len))
+    model = meta_model(config, dtype or stored_dtype(source))
+    partial = peers.from_rank0(lambda: _make(out, model))
     try:
-        # Generation sees as much as the model does, within reason.
-        seq_len = min(model_config.max_seq_len, MAX_CONTEXT)
-        config = Config(model=model_config, train=TrainConfig(seq_len=seq_len))
-        model = meta_model(config, dtype or stored_dtype(source))
         with peers.together():
             _allocate(model, partial / "scratch")
         moved = fill(model)
@@ -170,7 +171,11 @@ def stored_dtype(source: Source) -> torch.dtype:
     return torch.bfloat16 if exact else torch.float32
 
 
-def _make(folder: Path) -> Path:
+def _make(out: Path, model: nn.Module) -> Path:
+    folder = out.with_name(f"{out.name}.partial.{secrets.token_hex(4)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Once in memory that files back, once as a checkpoint.
+    check_room(out, 2 * sum(tensor.nbytes for tensor in named_tensors(model).values()))
     (folder / "scratch").mkdir(parents=True)
     return folder
 
@@ -197,8 +202,11 @@ def _in_file(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
     if size == 0:
         return torch.empty(shape, dtype=dtype)
     with open(file, "wb") as stream:
-        # A write into memory that finds no room on the disk kills the process, without a word.
-        os.posix_fallocate(stream.fileno(), 0, size * dtype.itemsize)
+        try:
+            # A write into memory that finds no room on the disk kills the process, without a word.
+            os.posix_fallocate(stream.fileno(), 0, size * dtype.itemsize)
+        except OSError as error:
+            raise OSError(error.errno, f"{file} of {size * dtype.itemsize:,} bytes: {error.strerror}") from error
     return torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(shape)
 
 

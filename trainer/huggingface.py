@@ -254,11 +254,16 @@ def target_folder(path: str | Path, *, replace: bool) -> Path:
     return folder
 
 
+def check_room(folder: Path, needed: int) -> None:
+    """Raises OSError if a new folder of so many bytes does not fit on its disk: better now than after hours."""
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise OSError(errno.ENOSPC, f"{folder} takes {needed:,} bytes, and its disk has {free:,} left")
+
+
 def _begin(folder: Path, plan: ExportPlan) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    needed, free = plan.size, shutil.disk_usage(folder.parent).free
-    if needed > free:
-        raise OSError(errno.ENOSPC, f"{folder} takes {needed} bytes, and its disk has {free} left")
+    check_room(folder, plan.size)
     partial = folder.with_name(f"{folder.name}.partial.{secrets.token_hex(4)}")
     partial.mkdir()
     try:

@@ -243,9 +243,13 @@ def create_files(folder: Path, layout: Layout) -> None:
     """Writes headers and index, and gives every file its final size; the tensors' bytes are still zero."""
     for file in layout.files:
         header = header_bytes(layout, file)
-        with open(folder / file, "xb") as stream:
-            stream.write(header)
-            stream.truncate(len(header) + max((e.end for e in layout.entries.values() if e.file == file), default=0))
+        size = len(header) + max((e.end for e in layout.entries.values() if e.file == file), default=0)
+        try:
+            with open(folder / file, "xb") as stream:
+                stream.write(header)
+                stream.truncate(size)
+        except OSError as error:
+            raise OSError(error.errno, f"{folder / file} of {size:,} bytes: {error.strerror}") from error
     if layout.index is not None:
         weight_map = {name: layout.entries[name].file for name in sorted(layout.entries)}
         text = json.dumps({"metadata": layout.index, "weight_map": weight_map}, indent=2) + "\n"
