@@ -136,7 +136,9 @@ def _write_run(
     seq_len = min(model_config.max_seq_len, MAX_CONTEXT)
     config = Config(model=model_config, train=TrainConfig(seq_len=seq_len))
     model = meta_model(config, dtype or stored_dtype(source))
-    partial = peers.from_rank0(lambda: _make(out, model))
+    # Once in memory that files back, once as a checkpoint.
+    room = 2 * sum(tensor.nbytes for tensor in named_tensors(model).values())
+    partial = peers.from_rank0(lambda: _make(out, room))
     try:
         with peers.together():
             _allocate(model, partial / "scratch")
@@ -171,11 +173,10 @@ def stored_dtype(source: Source) -> torch.dtype:
     return torch.bfloat16 if exact else torch.float32
 
 
-def _make(out: Path, model: nn.Module) -> Path:
+def _make(out: Path, room: int) -> Path:
     folder = out.with_name(f"{out.name}.partial.{secrets.token_hex(4)}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Once in memory that files back, once as a checkpoint.
-    check_room(out, 2 * sum(tensor.nbytes for tensor in named_tensors(model).values()))
+    check_room(out, room)
     (folder / "scratch").mkdir(parents=True)
     return folder
 

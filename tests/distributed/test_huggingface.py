@@ -1,4 +1,4 @@
-"""Hugging Face folders in every layout: equal logits and loss, equal files at 1, 2 and 4 processes, faults of a rank."""
+"""Hugging Face folders in every layout: equal logits and loss, equal files at 1, 2 and 4 processes, faults."""
 
 import errno
 import hashlib

@@ -21,7 +21,7 @@ PEERS = Peers()
 
 
 def export(out: Path, name: str = "qwen3_moe", kept=None, *, replace: bool = False, **options) -> Transfer:
-    reference, config = build_reference(name, torch.float32)
+    _, config = build_reference(name, torch.float32)
     model = Transformer(config)
     if kept is not None:
         load_source(open_source(kept.folder.parent / "hf"), model, config, PEERS)

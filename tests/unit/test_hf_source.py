@@ -218,5 +218,5 @@ def test_maverick_has_dense_layers_between_the_others():
 
 def test_llama4_without_its_text_config():
     raw = {key: value for key, value in SCOUT.items() if key != "text_config"}
-    with pytest.raises(ValueError, match="config.json has no text_config, which a llama4 model needs"):
+    with pytest.raises(ValueError, match=r"config\.json has no text_config, which a llama4 model needs"):
         model_config(raw, family_of(raw, FORMATS, "config.json"))

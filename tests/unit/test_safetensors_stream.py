@@ -28,7 +28,10 @@ def test_a_sound_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"a": A, "b": B | {"data_offsets": [4, 12]}}, "damaged: tensor b begins at byte 4, the one before it ends at 8"),
+        (
+            {"a": A, "b": B | {"data_offsets": [4, 12]}},
+            "damaged: tensor b begins at byte 4, the one before it ends at 8",
+        ),
         ({"a": A, "b": A}, "damaged: tensor b begins at byte 0, the one before it ends at 8"),
         ({"b": B}, "damaged: tensor b begins at byte 8, the one before it ends at 0"),
         ({"a": A}, "damaged: 8 bytes after its tensors belong to none"),
@@ -69,7 +72,9 @@ def two_files(folder: Path, weight_map: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("file", ["../a.safetensors", "/tmp/a.safetensors", "sub/a.safetensors", 3, None, "config.json"])
+@pytest.mark.parametrize(
+    "file", ["../a.safetensors", "/tmp/a.safetensors", "sub/a.safetensors", 3, None, "config.json"]
+)
 def test_an_index_that_leads_elsewhere(tmp_path, file):
     """Export writes the files that an index names."""
     with pytest.raises(ValueError, match=rf"{INDEX}: tensor b is in .* which is no name of a safetensors file"):
