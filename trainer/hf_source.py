@@ -24,6 +24,8 @@ _LAYOUT = "layout.json"
 # Weights in any format; and what a download leaves.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 _MAX_FILE_BYTES = 1 << 27
+# How pictures are prepared: nothing for a text model.
+_OF_PICTURES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass
@@ -90,7 +92,8 @@ def keep_source(source: Source, folder: Path) -> None:
     folder.mkdir(parents=True)
     raw, layout = source.raw, source.layout
     for path in small_files(source.folder):
-        shutil.copyfile(path, folder / path.name)
+        if not (source.family.text_config and path.name in _OF_PICTURES):
+            shutil.copyfile(path, folder / path.name)
     if source.family.text_config:
         raw, layout = _text_alone(source)
         (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -77,6 +77,8 @@ def read_layout(folder: Path) -> Layout:
         FileNotFoundError: no weights, or a file that the index names is missing.
         ValueError: a truncated or damaged file, an unknown dtype, an index that does not fit; names file and tensor.
     """
+    if (folder / INDEX).is_file() and (folder / SINGLE).is_file():
+        raise ValueError(f"{folder} has both {INDEX} and {SINGLE}: move away the one that is out of date")
     if (folder / INDEX).is_file():
         index = _read_json(folder / INDEX)
         weight_map = index.get("weight_map")

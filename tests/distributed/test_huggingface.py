@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from parallel.config import ParallelConfig
 from parallel.init import local_box
@@ -14,6 +13,7 @@ from parallel.mesh import build_mesh
 from tests.distributed.harness import run_workers
 from tests.transformers_models import COMMON, DENSE, FAMILIES, E, KeepDouble, V, build_reference
 from tests.transformers_models import convert as weights_of
+from tests.unit.test_hf_quantized import quantize_fp8, quantize_mxfp4, stored
 from trainer import hf_convert
 from trainer.build import build_model
 from trainer.checkpoint import load_weights
@@ -150,22 +150,22 @@ def test_case_47_48_every_expert_of_every_rank_arrives_and_is_written(tmp_path, 
     world, parallel = LAYOUTS[layout]
     results = run_workers(in_layout, world, str(tmp_path / "hf"), config, parallel, "fp32", None)
     assert files(tmp_path / f"out-{world}") == files(tmp_path / "hf")
-    stored = {key: t for path in (tmp_path / "hf").glob("*.safetensors") for key, t in load_file(path).items()}
+    expected = stored(tmp_path / "hf")
     held = [item for _, sums, _, _ in results for item in sums.items()]
     assert len({key for key, _ in held}) == E * sum(1 for layer in range(3) if layer >= config.num_dense_layers)
     for key, value in held:
         layer, expert = key.split(".")[1], int(key.rpartition("/")[2])
-        assert value == checksum(stored_down(stored, layer, expert)), key
+        assert value == checksum(stored_down(expected, layer, expert)), key
     for _, _, read, written in results:
         # A quarter of embedding or head, or one expert's matrix.
         assert max(read, written) <= max(V * config.dim * 4 // world, 2 * config.dim * config.moe.expert_dim * 4)
 
 
-def stored_down(stored: dict[str, torch.Tensor], layer: str, expert: int) -> torch.Tensor:
+def stored_down(tensors: dict[str, torch.Tensor], layer: str, expert: int) -> torch.Tensor:
     prefix = f"model.layers.{layer}.mlp.experts"
-    if f"{prefix}.down_proj" in stored:
-        return stored[f"{prefix}.down_proj"][expert].T.float()
-    return stored[f"{prefix}.{expert}.down_proj.weight"].float()
+    if f"{prefix}.down_proj" in tensors:
+        return tensors[f"{prefix}.down_proj"][expert].T.float()
+    return tensors[f"{prefix}.{expert}.down_proj.weight"].float()
 
 
 def test_two_ranks_share_one_expert(tmp_path):
@@ -195,6 +195,23 @@ def test_conversion_there_and_back(tmp_path, name, world):
     run_workers(convert, world, str(tmp_path / "hf"), str(tmp_path / "run"), str(tmp_path / "back"))
     assert files(tmp_path / "back") == files(tmp_path / "hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "run"]
+
+
+@pytest.mark.parametrize(("name", "world"), [("gpt_oss", 2), ("deepseek_v3", 4)])
+def test_quantized_conversion(tmp_path, monkeypatch, name, world):
+    """Ranks' shares begin and end within blocks: MXFP4 comes back exact in bf16, fp8 rounded once."""
+    monkeypatch.setattr("tests.transformers_models.F", 32)
+    reference, _ = build_reference(name, torch.bfloat16)
+    reference.save_pretrained(tmp_path / "hf")
+    if name == "gpt_oss":
+        meant = quantize_mxfp4(tmp_path / "hf", torch.Generator().manual_seed(0))
+    else:
+        meant = quantize_fp8(tmp_path / "hf", 12)
+    run_workers(convert, world, str(tmp_path / "hf"), str(tmp_path / "run"), str(tmp_path / "back"))
+    written = stored(tmp_path / "back")
+    assert len(meant) > 5
+    for key, value in meant.items():
+        assert torch.equal(written[key], value.to(torch.bfloat16)), key
 
 
 def convert_watched(folder: str, out: str, back: str) -> list[float]:

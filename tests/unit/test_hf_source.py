@@ -123,9 +123,13 @@ def test_llama4_of_the_hub_is_read_and_its_text_model_is_written(tmp_path):
         expected = text(tokens).logits
         assert (ours(tokens).logits_BSV - expected).norm() / expected.norm() < 1e-5
 
+    for name in ("preprocessor_config.json", "generation_config.json"):
+        (tmp_path / "hf" / name).write_text("{}")
     keep_source(source, tmp_path / FOLDER)
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(ours).items()}
     export_model(tmp_path / "out", ours, Export(source.config, shapes, kept_source(tmp_path)), PEERS)
+    beside = {path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("model")}
+    assert beside == {"config.json", "generation_config.json"}
     stored = {name: t for path in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(path).items()}
     assert stored.keys() == text.state_dict().keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in text.state_dict().items())

@@ -87,6 +87,14 @@ def test_an_index_that_names_what_is_not_there(tmp_path):
         read_layout(folder)
 
 
+def test_an_index_beside_a_single_file(tmp_path):
+    """Which of them is the model, readers do not agree upon."""
+    folder = two_files(tmp_path, {"a": "a.safetensors", "b": "b.safetensors"})
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"has both {INDEX} and model\.safetensors"):
+        read_layout(folder)
+
+
 def test_one_name_in_two_files(tmp_path):
     folder = two_files(tmp_path, {"a": "a.safetensors", "b": "b.safetensors"})
     save_file({"b": torch.ones(2), "a": torch.zeros(2)}, folder / "b.safetensors")
