@@ -86,7 +86,7 @@ def test_an_export_whose_rank_is_killed_leaves_nothing(tmp_path):
     try:
         for pipe in pool.pipes:
             pipe.send((export_and_fail, (str(tmp_path / "hf"), str(tmp_path / "out"), config, "killed")))
-        assert pool.pipes[0].poll(120)
+        assert pool.pipes[0].poll(240)
         finished, text = pool.pipes[0].recv()
     finally:
         pool.close()
