@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         peers = Peers()
         try:
             notes = convert(arguments, peers)
-        except (ValueError, FileNotFoundError, FileExistsError) as error:
+        except (ValueError, OSError) as error:
             if peers.rank == 0:
                 print(f"error: {error}", file=sys.stderr, flush=True)
             return 2
@@ -71,9 +71,7 @@ def convert(arguments: argparse.Namespace, peers: "Peers") -> list[str]:
             dtype=dtype,
         ).notes
     size = int(arguments.max_file_gb * 1e9)
-    return hf_convert.export_folder(
-        arguments.source, arguments.target, peers, dtype=dtype or torch.bfloat16, max_file_bytes=size
-    ).notes
+    return hf_convert.export_folder(arguments.source, arguments.target, peers, dtype=dtype, max_file_bytes=size).notes
 
 
 def print_config(arguments: argparse.Namespace) -> int:
@@ -84,7 +82,7 @@ def print_config(arguments: argparse.Namespace) -> int:
 
     try:
         source = open_source(arguments.source)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     text = OmegaConf.to_yaml(OmegaConf.structured(source.config))

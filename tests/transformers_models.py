@@ -117,7 +117,7 @@ def olmoe() -> tuple[nn.Module, ModelConfig]:
     return transformers.OlmoeForCausalLM(hf), config
 
 
-def deepseek_v3(q_lora_rank: int | None = 12, mscale: float = 0.8) -> tuple[nn.Module, ModelConfig]:
+def deepseek_v3(q_lora_rank: int | None = 12, mscale: float = 0.8, bias: bool = False) -> tuple[nn.Module, ModelConfig]:
     """mscale differs from mscale_all_dim (unlike in the published V3), so that a mix-up shows."""
     import transformers
 
@@ -136,6 +136,7 @@ def deepseek_v3(q_lora_rank: int | None = 12, mscale: float = 0.8) -> tuple[nn.M
         routed_scaling_factor=2.5,
         norm_topk_prob=True,
         q_lora_rank=q_lora_rank,
+        attention_bias=bias,
         kv_lora_rank=16,
         qk_nope_head_dim=12,
         qk_rope_head_dim=8,
@@ -150,6 +151,7 @@ def deepseek_v3(q_lora_rank: int | None = 12, mscale: float = 0.8) -> tuple[nn.M
     )
     attention = AttentionConfig(
         kind="mla",
+        bias=bias,
         num_heads=HEADS,
         num_kv_heads=HEADS,
         q_lora_rank=q_lora_rank or 0,

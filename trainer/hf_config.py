@@ -5,12 +5,14 @@ config.json that nothing here knows are reported, never swallowed. How to train 
 is our own affair, except where a family's config.json states it.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
+from trainer.choices import BOUNDS
 from trainer.hf_names import NameMap, with_multi_token
-from trainer.models.config import ModelConfig
+from trainer.models.config import ROPE_SETTINGS, ModelConfig
 
 HF_PREFIX = "hf:"
 """Of `checkpoint.init_from`, where it names a Hugging Face folder."""
@@ -52,6 +54,8 @@ class Family:
     dense: bool = False
     # Has names for multi-token prediction.
     multi_token: bool = False
+    # Of a format with more than text, the key that holds the text model's own keys. It is read, never written.
+    text_config: str = ""
 
 
 # Of any family: tokens, generation, provenance, storage.
@@ -72,7 +76,7 @@ def model_config(raw: Raw, family: Family, where: str = "config.json") -> tuple[
     Raises:
         ValueError: a key that is missing, or that asks for something that this trainer does not compute.
     """
-    known = {family.aliases.get(key, key): value for key, value in raw.items()}
+    known = {family.aliases.get(key, key): value for key, value in _text_keys(raw, family, where).items()}
     values: Values = dict(family.fixed)
     for key, path in family.fields.items():
         value = known.get(key, family.defaults.get(key))
@@ -87,13 +91,23 @@ def model_config(raw: Raw, family: Family, where: str = "config.json") -> tuple[
     for part in family.parts:
         try:
             values |= part.read(known)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"{where}: {' and '.join(part.keys)} cannot be read: {error!r}") from None
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     understood = {*family.fields, *family.only, *family.ignored, *IGNORED, *(k for p in family.parts for k in p.keys)}
     notes = [f"{where}: unknown key {key}={known[key]!r} is not taken over" for key in known if key not in understood]
-    return _from_values(values), notes
+    keys = {path: key for key, path in family.fields.items()}
+    return _from_values(values, keys, where), notes
+
+
+def _text_keys(raw: Raw, family: Family, where: str) -> Raw:
+    if not family.text_config:
+        return raw
+    section = raw.get(family.text_config)
+    if not isinstance(section, dict):
+        raise ValueError(f"{where} has no {family.text_config}, which a {family.model_types[0]} model needs")
+    return {key: value for key, value in raw.items() if key != family.text_config} | section
 
 
 def config_json(config: ModelConfig, family: Family) -> Raw:
@@ -161,7 +175,7 @@ def choose_family(config: ModelConfig, families: Mapping[str, Family]) -> Family
     """
     lacking: dict[str, list[str]] = {}
     for name, family in families.items():
-        if family.dense != (config.num_dense_layers == config.num_layers):
+        if family.text_config or family.dense != (config.num_dense_layers == config.num_layers):
             continue
         try:
             there, _ = model_config(config_json(config, family), family)
@@ -195,9 +209,6 @@ _GQA = (
     "num_kv_heads head_dim qk_norm sinks sliding_window sliding_window_layers nope_every chunk_size temperature_scale "
     "temperature_floor".split()
 )
-_YARN = "beta_fast beta_slow mscale mscale_all_dim truncate".split()
-_LLAMA3 = "low_freq_factor high_freq_factor".split()
-_SCALINGS = {"none": ["factor", "original_seq_len", *_YARN, *_LLAMA3], "yarn": _LLAMA3, "llama3": _YARN}
 
 
 def _without_effect(path: str, config: ModelConfig) -> bool:
@@ -210,18 +221,32 @@ def _without_effect(path: str, config: ModelConfig) -> bool:
         }
         return name in unused or off.get(name, False)
     if section == "rope":
-        return name in _SCALINGS[config.rope.scaling]
+        return name not in ("theta", "scaling", "interleaved", *ROPE_SETTINGS[config.rope.scaling])
     if section == "moe":
         no_groups = config.moe.num_groups == 1 and name in ("top_groups", "group_score")
         return no_groups or config.num_dense_layers == config.num_layers
     return name == "ffn_dim" and config.num_dense_layers == 0
 
 
-def _from_values(values: Values) -> ModelConfig:
+def _from_values(values: Values, keys: Mapping[str, str], where: str) -> ModelConfig:
     config = ModelConfig()
     for path, value in values.items():
         section, _, name = path.rpartition(".")
         node: Any = setting(config, section) if section else config
         assert is_dataclass(node) and name in {f.name for f in fields(node)}, path
-        setattr(node, name, type(getattr(node, name))(value))
+        setattr(node, name, _typed(value, type(getattr(node, name)), f"{where}: {keys.get(path, path)}"))
+        low, high = BOUNDS.get(f"model.{path}", (-math.inf, math.inf))
+        if isinstance(value, int | float) and not low <= value <= high:
+            raise ValueError(f"{where}: {keys.get(path, path)}={value} must be from {low:g} to {high:g}")
     return config
+
+
+def _typed(value: Any, kind: type, what: str) -> Any:
+    """JSON knows no 8 that is not an 8.0, and anything is true to `bool`: only what means the same is converted."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if type(value) is kind:
+        return value
+    if number and (kind is float or (kind is int and value == int(value))):
+        return kind(value)
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    raise ValueError(f"{what}={value!r} is not {names[kind]}")

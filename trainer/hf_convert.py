@@ -4,9 +4,11 @@ An imported model is a run folder at step 0: `checkpoints/`, `config.yaml`, `tok
 starts from it (`checkpoint.init_from=FOLDER`), generation and evaluation read it, export turns it back.
 
 Any number of processes shares the work. On import each holds its part of every tensor, in memory backed by a file, so
-that even one process needs no room for the model; on export each takes every n-th tensor.
+that even one process needs no room for the model, but the disk needs room for it twice; on export each takes every
+n-th tensor and holds it whole: the largest is one layer's stack of experts.
 """
 
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -30,7 +32,16 @@ from trainer.hf_pieces import Part
 from trainer.hf_run import run_folder
 from trainer.hf_source import FOLDER, Source, keep_source, kept_source
 from trainer.hf_upcycle import fill_upcycled, upcycled_config
-from trainer.huggingface import Export, Transfer, export_parts, load_source, named_tensors, open_for_all
+from trainer.huggingface import (
+    Export,
+    Transfer,
+    check_room,
+    export_parts,
+    load_source,
+    named_tensors,
+    open_for_all,
+    target_folder,
+)
 from trainer.models.config import ModelConfig
 from trainer.peers import Peers
 from trainer.safetensors_stream import DTYPES
@@ -72,9 +83,12 @@ def upcycle_folder(
 
 
 def export_folder(
-    path: str | Path, out: str | Path, peers: Peers, *, dtype: torch.dtype = torch.bfloat16, max_file_bytes: int
+    path: str | Path, out: str | Path, peers: Peers, *, dtype: torch.dtype | None = None, max_file_bytes: int
 ) -> Transfer:
     """A run, or one of its checkpoints, becomes a Hugging Face folder. Collective.
+
+    Args:
+        dtype: of the weights; None takes the source's, and bf16 where no source tells.
 
     Raises: as `checkpoint.open_checkpoint` and `huggingface.export_parts`.
     """
@@ -117,20 +131,23 @@ def _stored_parts(folder: Path, export: Export, peers: Peers) -> Iterator[tuple[
 def _write_run(
     out: str | Path, source: Source, model_config: ModelConfig, dtype: torch.dtype | None, peers: Peers, fill: Fill
 ) -> Transfer:
-    out = Path(out)
-    if out.exists():
-        raise FileExistsError(f"{out} exists; choose another folder")
-    partial = peers.from_rank0(lambda: _make(out.with_name(f"{out.name}.partial.{secrets.token_hex(4)}")))
+    out = peers.from_rank0(lambda: target_folder(out, replace=False))
+    # Generation sees as much as the model does, within reason.
+    seq_len = min(model_config.max_seq_len, MAX_CONTEXT)
+    config = Config(model=model_config, train=TrainConfig(seq_len=seq_len))
+    model = meta_model(config, dtype or stored_dtype(source))
+    # Once in memory that files back, once as a checkpoint.
+    room = 2 * sum(tensor.nbytes for tensor in named_tensors(model).values())
+    partial = peers.from_rank0(lambda: _make(out, room))
     try:
-        # Generation sees as much as the model does, within reason.
-        seq_len = min(model_config.max_seq_len, MAX_CONTEXT)
-        config = Config(model=model_config, train=TrainConfig(seq_len=seq_len))
-        model = meta_model(config, dtype or stored_dtype(source))
         with peers.together():
             _allocate(model, partial / "scratch")
         moved = fill(model)
         peers.from_rank0(lambda: _describe(partial, source, config))
-        extra = {"step": 0, "data": None, "tokenizer": peers.from_rank0(lambda: _digest(partial))}
+        digest = peers.from_rank0(lambda: _digest(partial))
+        if digest is None:
+            moved.notes.append(f"{source.folder} has no tokenizer.json: no tokenizer comes with the model")
+        extra = {"step": 0, "data": None, "tokenizer": digest}
         settings = CheckpointConfig(asynchronous=False, keep_last=1)
         checkpointer = Checkpointer(partial / "checkpoints", settings, notify=lambda line: None)
         checkpointer.save(0, model, None, extra)
@@ -156,7 +173,10 @@ def stored_dtype(source: Source) -> torch.dtype:
     return torch.bfloat16 if exact else torch.float32
 
 
-def _make(folder: Path) -> Path:
+def _make(out: Path, room: int) -> Path:
+    folder = out.with_name(f"{out.name}.partial.{secrets.token_hex(4)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_room(out, room)
     (folder / "scratch").mkdir(parents=True)
     return folder
 
@@ -182,6 +202,12 @@ def _in_file(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
     size = torch.Size(shape).numel()
     if size == 0:
         return torch.empty(shape, dtype=dtype)
+    with open(file, "wb") as stream:
+        try:
+            # A write into memory that finds no room on the disk kills the process, without a word.
+            os.posix_fallocate(stream.fileno(), 0, size * dtype.itemsize)
+        except OSError as error:
+            raise OSError(error.errno, f"{file} of {size * dtype.itemsize:,} bytes: {error.strerror}") from error
     return torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(shape)
 
 

@@ -4,6 +4,7 @@ keys that do not go one to one in `hf_parts`.
 A new family is one more Family here and one more NameMap there; the test of each is a tiny model of `transformers`.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from trainer import hf_names
@@ -21,6 +22,7 @@ from trainer.hf_parts import (
     Q_LORA,
     ROPE,
     SHARED,
+    STATED_HEAD_DIM,
     V2_GROUPS,
     WINDOW,
 )
@@ -160,7 +162,7 @@ GPT_OSS = Family(
         "num_local_experts": "moe.num_experts",
         "intermediate_size": "moe.expert_dim",
     },
-    (ROPE, HEAD_DIM, LAYER_TYPES),
+    (ROPE, STATED_HEAD_DIM, LAYER_TYPES),
     fixed={
         "attention.sinks": True,
         "moe.router_bias": True,
@@ -183,7 +185,7 @@ LLAMA4 = Family(
         "num_local_experts": "moe.num_experts",
         "intermediate_size": "moe.expert_dim",
     },
-    (ROPE, HEAD_DIM, LLAMA4_LAYERS),
+    (ROPE, STATED_HEAD_DIM, LLAMA4_LAYERS),
     fixed={
         "rope.interleaved": True,
         "moe.score_function": "sigmoid",
@@ -192,15 +194,23 @@ LLAMA4 = Family(
     },
     only=_ONLY | {"router_jitter_noise": (0.0,)},
     defaults=_DEFAULTS | _AUX_DEFAULT,
-    # Of dense layers, which it has none of.
-    ignored=frozenset({"intermediate_size_mlp"}),
+    # Of dense layers, which it has none of; of quantization.
+    ignored=frozenset({"intermediate_size_mlp", "for_llm_compressor"}),
+)
+LLAMA4_WITH_VISION = replace(
+    LLAMA4,
+    model_types=("llama4",),
+    architecture="Llama4ForConditionalGeneration",
+    names=hf_names.LLAMA4_WITH_VISION,
+    ignored=LLAMA4.ignored | frozenset("vision_config boi_token_index eoi_token_index image_token_index".split()),
+    text_config="text_config",
 )
 QWEN3 = Family(
     ("qwen3",),
     "Qwen3ForCausalLM",
     hf_names.DENSE,
     {**_GQA, **_BIAS, "intermediate_size": "ffn_dim"},
-    (ROPE, HEAD_DIM, NO_WINDOW, ALL_DENSE),
+    (ROPE, STATED_HEAD_DIM, NO_WINDOW, ALL_DENSE),
     fixed={"attention.qk_norm": "head"},
     only=_ONLY,
     defaults=_DEFAULTS,
@@ -226,6 +236,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": DEEPSEEK_V2,
     "gpt_oss": GPT_OSS,
     "llama4": LLAMA4,
+    "llama4_with_vision": LLAMA4_WITH_VISION,
     "qwen3": QWEN3,
     "llama": LLAMA,
 }

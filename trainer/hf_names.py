@@ -118,6 +118,8 @@ class NameMap:
     copies: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # Tensors of theirs without a place in our model: pattern -> why that is no loss, or what is lost.
     left_out: Mapping[str, str] = field(default_factory=dict)
+    # What every name of theirs begins with, where the text model is a part of another.
+    prefix: str = ""
 
     def pieces(self, name: str, shape: Shape, stored: Collection[str] | None = None) -> list[Piece]:
         """The pieces of our tensor `name`. Empty: the format has no place for it.
@@ -127,15 +129,18 @@ class NameMap:
         """
         layer, rest = _split_layer(name)
         if rest in self.experts:
-            options = [layout(_in_layer(theirs, layer), shape) for theirs, layout in self.experts[rest]]
+            options = [layout(self._in_layer(theirs, layer), shape) for theirs, layout in self.experts[rest]]
             found = [pieces for pieces in options if stored is not None and pieces[0].theirs in stored]
             return (found or options)[0]
         if rest not in self.plain:
             return []
         # The copies first: what a tensor is read from last is what counts.
         copies = [theirs for theirs in self.copies.get(name, ()) if stored is None or theirs in stored]
-        names = [*copies, _in_layer(self.plain[rest], layer)]
+        names = [*copies, self._in_layer(self.plain[rest], layer)]
         return [piece for theirs in names for piece in plain(theirs, shape)]
+
+    def _in_layer(self, theirs: str, layer: str | None) -> str:
+        return self.prefix + (theirs if layer is None else f"model.layers.{layer}.{theirs}")
 
     def reason_left_out(self, theirs: str) -> str | None:
         """Why a file's tensor is not read; None: there is no reason, it is unexpected."""
@@ -166,10 +171,6 @@ _MULTI_TOKEN = {
 def _split_layer(name: str) -> tuple[str | None, str]:
     found = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     return (found[1], found[2]) if found else (None, name)
-
-
-def _in_layer(theirs: str, layer: str | None) -> str:
-    return theirs if layer is None else f"model.layers.{layer}.{theirs}"
 
 
 _OUTSIDE = {
@@ -264,4 +265,10 @@ LLAMA4 = NameMap(
         "moe.experts.w_down": [("feed_forward.experts.down_proj", transposed_down)],
     },
     left_out=_LEFT_OUT,
+)
+# As the hub has Llama 4: the text model is the part of it that sees no pictures.
+LLAMA4_WITH_VISION = replace(
+    LLAMA4,
+    prefix="language_model.",
+    left_out=_LEFT_OUT | {r"(vision_model|multi_modal_projector)\..*": "vision; text alone is trained, and exported"},
 )

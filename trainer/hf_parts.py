@@ -27,7 +27,10 @@ _LLAMA3_KEYS = {
 
 def _read_rope(raw: Raw) -> Values:
     """Of `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`)."""
-    given: dict[str, Any] = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    found = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"RoPE scaling {found!r} is no JSON object")
+    given: dict[str, Any] = dict(found)
     theta = given.pop("rope_theta", raw.get("rope_theta"))
     if theta is None:
         raise ValueError("there is no rope_theta")
@@ -90,6 +93,11 @@ def _read_head_dim(raw: Raw) -> Values:
     return {"attention.head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]}
 
 
+def _read_stated_head_dim(raw: Raw) -> Values:
+    """Where `transformers` has a default of its own, the key must be there."""
+    return {"attention.head_dim": raw["head_dim"] or raw["hidden_size"] // raw["num_attention_heads"]}
+
+
 def _read_window(raw: Raw) -> Values:
     return {"attention.sliding_window": raw.get("sliding_window") or 0}
 
@@ -106,7 +114,7 @@ def _read_no_window(raw: Raw) -> Values:
 
 def _read_layer_types(raw: Raw) -> Values:
     """gpt-oss: the window is on layers 0, 2, 4, ..."""
-    count, window = raw["num_hidden_layers"], raw.get("sliding_window") or 0
+    count, window = raw["num_hidden_layers"], raw.get("sliding_window", 128) or 0
     even = [_FULL if layer % 2 else _SLIDING for layer in range(count)]
     given = raw.get("layer_types") or even
     patterns = {"even": even, "all": [_SLIDING] * count}
@@ -130,7 +138,7 @@ def _write_layer_types(config: ModelConfig) -> Raw:
 
 
 def _read_shared(raw: Raw) -> Values:
-    return {"moe.shared_expert_dim": (raw.get("n_shared_experts") or 0) * raw["moe_intermediate_size"]}
+    return {"moe.shared_expert_dim": (raw["n_shared_experts"] or 0) * raw["moe_intermediate_size"]}
 
 
 def _write_shared(config: ModelConfig) -> Raw:
@@ -160,17 +168,19 @@ def _write_v2_groups(config: ModelConfig) -> Raw:
 
 def _read_llama4_layers(raw: Raw) -> Values:
     """Every so-manieth layer has no RoPE and no chunks; `no_rope_layers` has a 0 there."""
-    count, every = raw["num_hidden_layers"], raw.get("no_rope_layer_interval") or 0
+    count, every = raw["num_hidden_layers"], raw.get("no_rope_layer_interval", 4) or 0
     flags = raw.get("no_rope_layers") or [int(not every or (layer + 1) % every != 0) for layer in range(count)]
     every = flags.index(0) + 1 if 0 in flags else 0
     if flags != [int(not every or (layer + 1) % every != 0) for layer in range(count)]:
         raise ValueError(f"no_rope_layers={flags} is not every so-manieth layer")
-    if (raw.get("moe_layers") or list(range(count))) != list(range(count)):
-        raise ValueError(f"moe_layers={raw['moe_layers']}: dense layers between the others are not supported")
+    step = raw.get("interleave_moe_layer_step", 1)
+    layers = raw.get("moe_layers") or list(range(step - 1, count, step))
+    if layers != list(range(count)):
+        raise ValueError(f"moe_layers={layers}: dense layers between the others are not supported")
     tuned = raw.get("attn_temperature_tuning", True)
     return {
         "attention.nope_every": every,
-        "attention.chunk_size": raw.get("attention_chunk_size") or 0,
+        "attention.chunk_size": raw.get("attention_chunk_size", 8192) or 0,
         "attention.temperature_scale": raw.get("attn_scale", 0.1) if tuned else 0.0,
         "attention.temperature_floor": raw.get("floor_scale", 8192),
         "attention.qk_norm": "l2" if raw.get("use_qk_norm", True) else "none",
@@ -210,6 +220,7 @@ MULTI_TOKEN = Part(
 ROPE = Part(("rope_parameters", "rope_scaling", "rope_theta"), _read_rope, _write_rope)
 DENSE_PREFIX = Part(("mlp_only_layers", "decoder_sparse_step"), _read_dense_prefix, _write_dense_prefix)
 HEAD_DIM = Part(("head_dim",), _read_head_dim, lambda config: {"head_dim": config.attention.head_dim})
+STATED_HEAD_DIM = Part(("head_dim",), _read_stated_head_dim, HEAD_DIM.write)
 IMPLIED_HEAD_DIM = Part(("head_dim",), _read_head_dim, lambda config: {})
 WINDOW = Part(("sliding_window",), _read_window, _write_window)
 NO_WINDOW = Part(
@@ -221,7 +232,7 @@ LAYER_TYPES = Part(("sliding_window", "layer_types"), _read_layer_types, _write_
 SHARED = Part(("n_shared_experts",), _read_shared, _write_shared)
 Q_LORA = Part(
     ("q_lora_rank",),
-    lambda raw: {"attention.q_lora_rank": raw.get("q_lora_rank") or 0},
+    lambda raw: {"attention.q_lora_rank": raw["q_lora_rank"] or 0},
     lambda config: {"q_lora_rank": config.attention.q_lora_rank or None},
 )
 # Every head has its own keys and values; `transformers` wants the count.

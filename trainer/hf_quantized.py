@@ -64,11 +64,15 @@ class SourceTensors:
             where = f"{self.folder / entry.file}: tensor {name}"
             if name.endswith(_BLOCKS) and entry.dtype == "U8":
                 base = name.removesuffix(_BLOCKS)
+                if len(entry.shape) != 4:
+                    raise ValueError(f"{where}: shape {list(entry.shape)} is not (experts, rows, blocks, bytes)")
                 if entries.get(base + _SCALES, entry).shape != entry.shape[:-1]:
                     raise ValueError(f"{where}: there is no {base + _SCALES} of shape {list(entry.shape[:-1])}")
                 E, N, blocks, half = entry.shape
                 found[base] = Stored((E, blocks * half * 2, N), "mxfp4")
             elif entry.dtype == "F8_E4M3":
+                if len(entry.shape) != 2:
+                    raise ValueError(f"{where}: an fp8 tensor of shape {list(entry.shape)}; only matrices have scales")
                 scales = entries.get(name + _SCALE_INV)
                 blocks = tuple(-(-size // block) for size, block in zip(entry.shape, self._block, strict=True))
                 if scales is None or scales.shape != blocks:
@@ -114,11 +118,13 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 def _check_method(folder: Path, raw: dict[str, Any]) -> tuple[int, int]:
     """The block of fp8 scales. Raises ValueError for a method that is not known."""
-    settings = raw.get("quantization_config") or {}
+    settings, where = raw.get("quantization_config") or {}, folder / "config.json"
+    if not isinstance(settings, dict):
+        raise ValueError(f"{where}: quantization_config={settings!r} is no JSON object")
     method = settings.get("quant_method", "fp8")
     if method not in ("fp8", "mxfp4"):
-        raise ValueError(
-            f"{folder / 'config.json'}: weights quantized by {method!r} cannot be read; only fp8 and mxfp4"
-        )
-    rows, columns = settings.get("weight_block_size") or _FP8_BLOCK
-    return rows, columns
+        raise ValueError(f"{where}: weights quantized by {method!r} cannot be read; only fp8 and mxfp4")
+    block = settings.get("weight_block_size") or _FP8_BLOCK
+    if len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        raise ValueError(f"{where}: weight_block_size={block!r} is not two whole numbers")
+    return block[0], block[1]

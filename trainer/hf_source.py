@@ -15,7 +15,8 @@ from trainer.hf_config import Family, family_of, model_config
 from trainer.hf_families import FAMILIES
 from trainer.hf_quantized import SourceTensors
 from trainer.models.config import ModelConfig
-from trainer.safetensors_stream import INDEX, Entry, Layout, read_json, read_layout
+from trainer.safetensors_stream import DTYPES, INDEX, Entry, Layout, plan_layout, read_json, read_layout
+from trainer.validate import check_sizes
 
 FOLDER = "hf_source"
 CONFIG = "config.json"
@@ -23,6 +24,8 @@ _LAYOUT = "layout.json"
 # Weights in any format; and what a download leaves.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 _MAX_FILE_BYTES = 1 << 27
+# How pictures are prepared: nothing for a text model.
+_OF_PICTURES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass
@@ -60,6 +63,10 @@ def open_source(folder: str | Path) -> Source:
     where = str(folder / CONFIG)
     family = family_of(raw, FAMILIES, where)
     config, notes = model_config(raw, family, where)
+    try:
+        check_sizes(config)
+    except ValueError as error:
+        raise ValueError(f"{where} describes no model: {error}") from None
     config.name = folder.resolve().name
     source = Source(folder, raw, config, notes, read_layout(folder))
     beyond = f"model.layers.{config.num_layers}."
@@ -83,9 +90,13 @@ def keep_source(source: Source, folder: Path) -> None:
     """Copy a source's small files, and describe its weights, in `folder`, which is made anew."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    raw, layout = source.raw, source.layout
     for path in small_files(source.folder):
-        shutil.copyfile(path, folder / path.name)
-    layout = source.layout
+        if not (source.family.text_config and path.name in _OF_PICTURES):
+            shutil.copyfile(path, folder / path.name)
+    if source.family.text_config:
+        raw, layout = _text_alone(source)
+        (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     record = {
         "entries": layout.entries,
         "files": layout.files,
@@ -93,6 +104,21 @@ def keep_source(source: Source, folder: Path) -> None:
         "quantized": source.tensors().quantized,
     }
     (folder / _LAYOUT).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _text_alone(source: Source) -> tuple[dict[str, Any], Layout]:
+    """config.json and files of the text model in a folder that has more: what export writes."""
+    outside = {key: source.raw[key] for key in ("dtype", "torch_dtype", "transformers_version") if key in source.raw}
+    raw = outside | source.raw[source.family.text_config]
+    raw["architectures"] = [family_of(raw, FAMILIES, str(source.folder / CONFIG)).architecture]
+    prefix = source.family.names.prefix
+    entries = source.layout.entries.items()
+    tensors = {
+        name.removeprefix(prefix): (DTYPES[entry.dtype], entry.shape)
+        for name, entry in entries
+        if name.startswith(prefix)
+    }
+    return raw, plan_layout(tensors)
 
 
 def kept_source(run: Path) -> Kept | None:

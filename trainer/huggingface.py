@@ -11,6 +11,7 @@ what it owns, the bytes written must add up, and then the folder gets its name.
     trainer/safetensors_stream.py files                             trainer/hf_quantized.py  mxfp4 and fp8
 """
 
+import errno
 import json
 import os
 import secrets
@@ -18,25 +19,28 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel.init import InitRule, clean_name, fill, local_box
-from trainer.hf_config import Family, choose_family, config_json, differences, family_of, model_config, names_of
-from trainer.hf_families import FAMILIES
+from trainer.checkpoint_files import sync_folder
+from trainer.hf_config import differences, names_of
 from trainer.hf_names import Piece, Shape
 from trainer.hf_pieces import Part, read_part, write_part
+from trainer.hf_plan import Export, ExportPlan, make_plan
 from trainer.hf_quantized import SourceTensors
-from trainer.hf_source import CONFIG, Kept, Source, open_source, small_files
+from trainer.hf_source import CONFIG, Source, open_source, small_files
 from trainer.models.config import ModelConfig
 from trainer.peers import Peers
-from trainer.safetensors_stream import DTYPES, Layout, TensorWriter, create_files, plan_layout, some
-from trainer.tokenizer import Tokenizer
+from trainer.safetensors_stream import (
+    Layout,
+    TensorWriter,
+    create_files,
+    some,
+)
 
-MAX_FILE_BYTES = 5_000_000_000
 BIAS = "moe.expert_bias"
 
 PiecesOf = Callable[[str, Shape], list[Piece]]
@@ -112,7 +116,11 @@ def fill_model(
                 fill(tensor, name, fresh[name], seed)
             else:
                 read_part(part, pieces[name], tensors.read)
-        left = [name for name, tensor in targets.items() if bool(local_box(tensor)[1].isnan().any())]
+        left = [
+            name if name in fresh else f"{name} ({_place(source.layout, [piece.theirs for piece in pieces[name]])})"
+            for name, tensor in targets.items()
+            if bool(local_box(tensor)[1].isnan().any())
+        ]
         if left:
             raise ValueError(f"{len(left)} tensors are not filled, or hold NaN in {source.folder}: {some(left)}")
     transfer.largest = tensors.reader.largest
@@ -154,9 +162,15 @@ def _file_of(layout: Layout, name: str) -> str:
     return entry.file if entry else "its file"
 
 
+def _place(layout: Layout, names: list[str]) -> str:
+    """The tensors that one of ours comes from, and their files."""
+    names = list(dict.fromkeys(names))
+    return f"from {some(names, 2)} in {some(sorted({_file_of(layout, name) for name in names}), 2)}"
+
+
 def _reason(source: Source, name: str) -> str | None:
     """Why a tensor of the folder may be left out; None: it may not."""
-    if name == "lm_head.weight" and source.config.tie_embeddings:
+    if name == f"{source.family.names.prefix}lm_head.weight" and source.config.tie_embeddings:
         return "tied to the embedding"
     parts = name.split(".")
     beyond = name.startswith("model.layers.") and int(parts[2]) >= source.config.num_layers
@@ -176,21 +190,6 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 # ---- export
-
-
-@dataclass
-class Export:
-    """What to write, beside the values."""
-
-    config: ModelConfig
-    # Shapes of all of our tensors, whole.
-    shapes: Mapping[str, Shape]
-    # The folder that the weights came from, if any: its names, dtypes, files and config.json are kept.
-    kept: Kept | None = None
-    tokenizer: Tokenizer | None = None
-    # Of tensors whose dtype no source tells. Balancing biases are fp32.
-    dtype: torch.dtype = torch.bfloat16
-    max_file_bytes: int = MAX_FILE_BYTES
 
 
 def export_model(
@@ -220,103 +219,63 @@ def export_parts(
 
     Raises:
         FileExistsError: the folder exists.
+        OSError: no room on the disk, ...
         ValueError: no format can express the model.
         RuntimeError: the parts do not make up the model. Nothing is left under the folder's name then.
     """
-    folder = Path(folder)
-    if folder.exists() and not replace:
-        raise FileExistsError(f"{folder} exists; choose another folder")
-    plan = peers.from_rank0(lambda: _Plan.make(export))
+    folder = peers.from_rank0(lambda: target_folder(folder, replace=replace))
+    plan = peers.from_rank0(lambda: make_plan(export))
     partial = peers.from_rank0(lambda: _begin(folder, plan))
     try:
         writer = TensorWriter(partial, plan.layout)
-        moved = Transfer(plan.notes)
+        lost: list[str] = []
         with peers.together(), torch.no_grad():
             for name, part in parts:
                 pieces = plan.pieces(name, export.shapes[name])
                 if not pieces and bool(part.values.any()):
-                    moved.notes.append(f"{name} is not zero, but {plan.family.model_types[0]} has no place for it")
+                    lost.append(f"{name} is not zero, but {plan.family.model_types[0]} has no place for it")
                 write_part(part, pieces, writer)
             writer.close()
-        moved.largest = writer.largest
-        written = peers.gather(writer.written)
-        peers.from_rank0(lambda: _finish(folder, partial, plan, export, sum(written)))
+        # Rank 0 speaks for all.
+        done = peers.gather((writer.written, lost))
+        peers.from_rank0(lambda: _finish(folder, partial, plan, export, sum(written for written, _ in done)))
     except BaseException:
         if peers.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    return moved
+    return Transfer([*plan.notes, *(note for _, notes in done for note in notes)], writer.largest)
 
 
-@dataclass
-class _Plan:
-    raw: dict[str, Any]
-    layout: Layout
-    notes: list[str]
-    config: ModelConfig
-
-    @staticmethod
-    def make(export: Export) -> "_Plan":
-        family, raw, kept = _format(export)
-        names = names_of(family, export.config)
-        stored = () if kept is None or kept.quantized else kept.layout.entries
-        wanted: dict[str, Shape] = {}
-        notes: list[str] = []
-        for name, shape in export.shapes.items():
-            pieces = names.pieces(name, shape, stored or None)
-            if not pieces:
-                notes.append(f"{family.model_types[0]} has no place for {name}: it is not in the export")
-            wanted |= {piece.theirs: piece.shape for piece in pieces}
-        if stored and (dropped := [name for name in stored if name not in wanted]):
-            notes.append(f"{len(dropped)} tensors of the source are not in the export: {some(dropped)}")
-        dtypes = {name: _dtype(name, export, kept) for name in wanted}
-        if stored and {name: entry.shape for name, entry in kept.layout.entries.items()} == wanted:  # type: ignore[union-attr]
-            return _Plan(raw, kept.layout, notes, export.config)  # type: ignore[union-attr]
-        layout = plan_layout({name: (dtypes[name], wanted[name]) for name in wanted}, export.max_file_bytes)
-        return _Plan(raw, layout, notes, export.config)
-
-    @property
-    def family(self) -> Family:
-        return family_of(self.raw, FAMILIES, CONFIG)
-
-    def pieces(self, name: str, shape: Shape) -> list[Piece]:
-        return names_of(self.family, self.config).pieces(name, shape, self.layout.entries)
+def target_folder(path: str | Path, *, replace: bool) -> Path:
+    """The folder that is to be written; of a link, the one it means. Raises FileExistsError if it may not be."""
+    folder = Path(path).resolve()
+    if folder.exists() and not (replace and folder.is_dir()):
+        raise FileExistsError(f"{folder} exists; choose another folder")
+    return folder
 
 
-def _format(export: Export) -> tuple[Family, dict[str, Any], Kept | None]:
-    """Family, config.json and source to go by. A source that is another model by now (upcycled) is left aside."""
-    kept = export.kept
-    if kept is not None:
-        family = family_of(kept.raw, FAMILIES, str(kept.folder / CONFIG))
-        theirs, _ = model_config(kept.raw, family, str(kept.folder / CONFIG))
-        if not differences(export.config, theirs, family):
-            raw = {key: value for key, value in kept.raw.items() if key != "quantization_config"}
-            return family, raw, kept
-    family = choose_family(export.config, FAMILIES)
-    raw = config_json(export.config, family) | {"torch_dtype": str(export.dtype).removeprefix("torch.")}
-    if export.tokenizer is not None:
-        raw |= {"bos_token_id": None, "eos_token_id": export.tokenizer.eos_id}
-    return family, raw, None
+def check_room(folder: Path, needed: int) -> None:
+    """Raises OSError if a new folder of so many bytes does not fit on its disk: better now than after hours."""
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise OSError(errno.ENOSPC, f"{folder} takes {needed:,} bytes, and its disk has {free:,} left")
 
 
-def _dtype(name: str, export: Export, kept: Kept | None) -> torch.dtype:
-    if kept is not None and name in kept.layout.entries:
-        dtype = DTYPES[kept.layout.entries[name].dtype]
-        if dtype.itemsize > 1:
-            return dtype
-    return torch.float32 if name.endswith("e_score_correction_bias") else export.dtype
-
-
-def _begin(folder: Path, plan: _Plan) -> Path:
+def _begin(folder: Path, plan: ExportPlan) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
+    check_room(folder, plan.size)
     partial = folder.with_name(f"{folder.name}.partial.{secrets.token_hex(4)}")
     partial.mkdir()
-    create_files(partial, plan.layout)
+    try:
+        create_files(partial, plan.layout)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return partial
 
 
-def _finish(folder: Path, partial: Path, plan: _Plan, export: Export, written: int) -> None:
-    expected = sum(entry.end - entry.start for entry in plan.layout.entries.values())
+def _finish(folder: Path, partial: Path, plan: ExportPlan, export: Export, written: int) -> None:
+    expected = plan.size
     if written != expected:
         raise RuntimeError(
             f"{written} bytes of tensors were written, the model has {expected}: parts are missing or double"
@@ -325,6 +284,7 @@ def _finish(folder: Path, partial: Path, plan: _Plan, export: Export, written: i
     for path in partial.iterdir():
         with open(path, "rb") as stream:
             os.fsync(stream.fileno())
+    sync_folder(partial)
     if folder.exists():
         old = folder.with_name(f"{folder.name}.old.{secrets.token_hex(4)}")
         folder.rename(old)
@@ -332,9 +292,10 @@ def _finish(folder: Path, partial: Path, plan: _Plan, export: Export, written: i
         shutil.rmtree(old)
     else:
         partial.rename(folder)
+    sync_folder(folder.parent)
 
 
-def _write_small_files(partial: Path, plan: _Plan, export: Export) -> None:
+def _write_small_files(partial: Path, plan: ExportPlan, export: Export) -> None:
     same_tokenizer = export.tokenizer is None
     if export.kept is not None:
         theirs = export.kept.folder / "tokenizer.json"

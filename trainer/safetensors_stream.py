@@ -39,8 +39,11 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Of a file that is written where no source says otherwise.
+MAX_FILE_BYTES = 5_000_000_000
+# What the safetensors library allows; more is damage.
+_MAX_HEADER = 100_000_000
 _MAX_WRITE = 1 << 30
-_LISTED = 10
 
 
 class Entry(NamedTuple):
@@ -74,12 +77,15 @@ def read_layout(folder: Path) -> Layout:
         FileNotFoundError: no weights, or a file that the index names is missing.
         ValueError: a truncated or damaged file, an unknown dtype, an index that does not fit; names file and tensor.
     """
+    if (folder / INDEX).is_file() and (folder / SINGLE).is_file():
+        raise ValueError(f"{folder} has both {INDEX} and {SINGLE}: move away the one that is out of date")
     if (folder / INDEX).is_file():
         index = _read_json(folder / INDEX)
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{folder / INDEX}: has no weight_map")
-        layout = Layout(index=index.get("metadata", {}))
+        layout = Layout(index=index.get("metadata") or {})
+        _check_file_names(folder / INDEX, weight_map)
     elif (folder / SINGLE).is_file():
         weight_map, layout = {}, Layout()
     else:
@@ -91,6 +97,8 @@ def read_layout(folder: Path) -> Layout:
                 f"{folder / file} is missing; {INDEX} has {len(names)} tensors in it: {some(names)}"
             )
         entries, layout.files[file] = read_header(folder / file)
+        for name in entries.keys() & layout.entries.keys():
+            raise ValueError(f"{folder / file}: tensor {name} is in {layout.entries[name].file} too")
         layout.entries |= entries
     for name, file in weight_map.items():
         if name not in layout.entries or layout.entries[name].file != file:
@@ -98,29 +106,56 @@ def read_layout(folder: Path) -> Layout:
     return layout
 
 
+def _check_file_names(index: Path, weight_map: Mapping[str, Any]) -> None:
+    """Of names alone: a path could lead out of the folder, and export would write there."""
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
+            raise ValueError(f"{index}: tensor {name} is in {file!r}, which is no name of a safetensors file")
+
+
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str] | None]:
     """The tensors of one file in the order of their bytes, and its metadata. Raises ValueError as `read_layout`."""
     size = path.stat().st_size
     with open(path, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
+        if size >= 8 and length > _MAX_HEADER:
+            raise ValueError(f"{path} is damaged: it says that its header has {length} bytes")
         if size < 8 or length > size - 8:
             raise ValueError(f"{path} is truncated: {size} bytes do not hold its header")
         try:
             header = json.loads(stream.read(length))
         except ValueError as error:
             raise ValueError(f"{path} is no safetensors file: its header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
     metadata = header.pop("__metadata__", None)
-    found = {name: _entry(path, name, value) for name, value in header.items()}
-    for name, entry in found.items():
-        if entry.end > size - 8 - length:
-            missing = entry.end - (size - 8 - length)
+    found = [(name, _entry(path, name, value)) for name, value in header.items()]
+    found.sort(key=lambda item: (item[1].start, item[1].end))
+    _check_places(path, found, size - 8 - length)
+    return dict(found), metadata
+
+
+def _check_places(path: Path, entries: Sequence[tuple[str, Entry]], size: int) -> None:
+    """The tensors of a file follow each other, without gaps, up to its end."""
+    position = 0
+    for name, entry in entries:
+        if entry.end > size:
+            missing = entry.end - size
             raise ValueError(f"{path} is truncated: tensor {name} ends {missing} bytes beyond the end of the file")
-    return dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].end))), metadata
+        if entry.start != position:
+            raise ValueError(
+                f"{path} is damaged: tensor {name} begins at byte {entry.start}, the one before it ends at {position}"
+            )
+        position = entry.end
+    if position != size:
+        raise ValueError(f"{path} is damaged: {size - position} bytes after its tensors belong to none of them")
 
 
 def _entry(path: Path, name: str, value: Any) -> Entry:
     try:
         dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, start, end)):
+            raise ValueError
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"{path}: the header's entry of tensor {name} is damaged: {value}") from None
     if dtype not in DTYPES:
@@ -173,7 +208,9 @@ def read_json(path: Path) -> dict[str, Any]:
 # ---- writing
 
 
-def plan_layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_file_bytes: int) -> Layout:
+def plan_layout(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_file_bytes: int = MAX_FILE_BYTES
+) -> Layout:
     """Divides tensors, in the given order, into files of at most `max_file_bytes` (or one tensor), named as usual."""
     groups: list[list[str]] = [[]]
     filled = 0
@@ -208,9 +245,13 @@ def create_files(folder: Path, layout: Layout) -> None:
     """Writes headers and index, and gives every file its final size; the tensors' bytes are still zero."""
     for file in layout.files:
         header = header_bytes(layout, file)
-        with open(folder / file, "xb") as stream:
-            stream.write(header)
-            stream.truncate(len(header) + max((e.end for e in layout.entries.values() if e.file == file), default=0))
+        size = len(header) + max((e.end for e in layout.entries.values() if e.file == file), default=0)
+        try:
+            with open(folder / file, "xb") as stream:
+                stream.write(header)
+                stream.truncate(size)
+        except OSError as error:
+            raise OSError(error.errno, f"{folder / file} of {size:,} bytes: {error.strerror}") from error
     if layout.index is not None:
         weight_map = {name: layout.entries[name].file for name in sorted(layout.entries)}
         text = json.dumps({"metadata": layout.index, "weight_map": weight_map}, indent=2) + "\n"
@@ -252,7 +293,11 @@ class TensorWriter:
         position = 0
         for offset, length in _runs(entry.shape, starts, part.shape):
             run = memory[position * dtype.itemsize : (position + length) * dtype.itemsize]
-            self._write_at(self._handle(entry.file), run, base + offset * dtype.itemsize)
+            try:
+                self._write_at(self._handle(entry.file), run, base + offset * dtype.itemsize)
+            except OSError as error:
+                text = f"{self.folder / entry.file}: tensor {name} cannot be written: {error.strerror}"
+                raise OSError(error.errno, text) from error
             position += length
         self.written += data.nbytes
 
@@ -292,7 +337,7 @@ def _runs(shape: Sequence[int], starts: Sequence[int], box: Sequence[int]) -> It
         yield offset, box[split - 1] * inner
 
 
-def some(names: Sequence[str]) -> str:
+def some(names: Sequence[str], shown: int = 10) -> str:
     """The first names of a long list, and how many more there are."""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -18,13 +18,11 @@ from trainer.choices import AVAILABLE, BOUNDS, CHOICES
 from trainer.config import Config, SourceConfig, TrainConfig
 from trainer.hf_config import HF_PREFIX, choose_family
 from trainer.hf_families import FAMILIES
-from trainer.models.config import AttentionConfig, RopeConfig
+from trainer.models.config import ROPE_SETTINGS, AttentionConfig, ModelConfig, RopeConfig
 from trainer.schema import did_you_mean, leaf_type
 
 RUN_ID = re.compile(r"[A-Za-z0-9._-]+")
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
-# Settings of model.rope that only a stretched context reads.
-YARN_ONLY = ("factor", "original_seq_len", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
 def validate(config: Config) -> None:
@@ -37,7 +35,7 @@ def validate(config: Config) -> None:
     _check_bounds(config)
     _check_available(config)
     _check_run(config)
-    _check_attention(config.model.attention)
+    check_sizes(config.model)
     _check_model(config)
     _check_rope(config.model.rope)
     _check_moe(config.model.moe)
@@ -140,6 +138,22 @@ def _check_run(config: Config) -> None:
         leaf_type(key)
 
 
+def check_sizes(model: ModelConfig) -> None:
+    """Check what a model cannot be computed without, whatever it is for.
+
+    Raises:
+        ValueError: as `validate`.
+    """
+    _check_attention(model.attention)
+    if model.num_dense_layers > model.num_layers:
+        raise ValueError(
+            f"model.num_dense_layers={model.num_dense_layers} exceeds model.num_layers={model.num_layers}; "
+            f"nearest legal: {model.num_layers}"
+        )
+    if model.num_dense_layers < model.num_layers:
+        _check_experts(model.moe)
+
+
 def _check_attention(attention: AttentionConfig) -> None:
     if attention.kind == "mla":
         _check_mla(attention)
@@ -165,7 +179,7 @@ def _check_attention(attention: AttentionConfig) -> None:
 
 def _check_mla(attention: AttentionConfig) -> None:
     _check_even("model.attention.qk_rope_head_dim", attention.qk_rope_head_dim)
-    plain = {"qk_norm": "none", "bias": False, "sinks": False}
+    plain = {"qk_norm": "none", "sinks": False}
     plain |= dict.fromkeys(("sliding_window", "nope_every", "chunk_size", "temperature_scale"), 0)
     for name, value in plain.items():
         if getattr(attention, name) != value:
@@ -183,42 +197,36 @@ def _check_even(key: str, value: int) -> None:
 
 def _check_model(config: Config) -> None:
     model, train = config.model, config.train
-    if model.num_dense_layers > model.num_layers:
-        raise ValueError(
-            f"model.num_dense_layers={model.num_dense_layers} exceeds model.num_layers={model.num_layers}; "
-            f"nearest legal: {model.num_layers}"
-        )
     if train.seq_len > model.max_seq_len:
         raise ValueError(
             f"train.seq_len={train.seq_len} exceeds model.max_seq_len={model.max_seq_len}; "
             f"nearest legal: train.seq_len={model.max_seq_len}, or raise model.max_seq_len"
         )
-    _check_rope(model.rope)
 
 
 def _check_rope(rope: RopeConfig) -> None:
-    if rope.scaling == "llama3" and rope.high_freq_factor < rope.low_freq_factor:
+    used = ROPE_SETTINGS[rope.scaling]
+    for scaling, names in ROPE_SETTINGS.items():
+        for name in names:
+            value, default = getattr(rope, name), getattr(RopeConfig, name)
+            if name not in used and value != default:
+                raise ValueError(
+                    f"model.rope.{name}={value} does nothing with model.rope.scaling={rope.scaling}; "
+                    f"set model.rope.scaling={scaling}, or model.rope.{name}={default}"
+                )
+    if used and rope.factor <= 1:
         raise ValueError(
-            f"model.rope.high_freq_factor={rope.high_freq_factor} is below model.rope.low_freq_factor="
-            f"{rope.low_freq_factor}; nearest legal: model.rope.high_freq_factor={rope.low_freq_factor}"
+            f"model.rope.factor={rope.factor} stretches nothing; set it above 1, or model.rope.scaling=none"
         )
-    if rope.scaling != "none":
-        if rope.factor <= 1:
+    for fast, slow in (("beta_fast", "beta_slow"), ("high_freq_factor", "low_freq_factor")):
+        if fast in used and getattr(rope, fast) < getattr(rope, slow):
             raise ValueError(
-                f"model.rope.factor={rope.factor} stretches nothing; set it above 1, or model.rope.scaling=none"
-            )
-        return
-    plain = RopeConfig()
-    for name in YARN_ONLY:
-        value, default = getattr(rope, name), getattr(plain, name)
-        if value != default:
-            raise ValueError(
-                f"model.rope.{name}={value} does nothing with model.rope.scaling=none; set model.rope.scaling=yarn, or "
-                f"model.rope.{name}={default}"
+                f"model.rope.{fast}={getattr(rope, fast)} is below model.rope.{slow}={getattr(rope, slow)}; "
+                f"nearest legal: model.rope.{fast}={getattr(rope, slow)}"
             )
 
 
-def _check_moe(moe: MoEConfig) -> None:
+def _check_experts(moe: MoEConfig) -> None:
     if moe.top_k > moe.num_experts:
         raise ValueError(
             f"model.moe.top_k={moe.top_k} exceeds model.moe.num_experts={moe.num_experts}; "
@@ -231,6 +239,9 @@ def _check_moe(moe: MoEConfig) -> None:
             f"nearest legal: {legal}"
         )
     _check_groups(moe)
+
+
+def _check_moe(moe: MoEConfig) -> None:
     if moe.top_k == 1 and moe.normalize_topk and moe.num_experts > 1:
         raise ValueError(
             "model.moe.top_k=1 with model.moe.normalize_topk=true gives every chosen expert the weight 1, and the "

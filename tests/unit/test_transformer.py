@@ -1,5 +1,6 @@
 """The whole model: equal to transformers, packing and padding without effect, names, initial values, counts."""
 
+from dataclasses import replace
 from decimal import Decimal
 
 import pytest
@@ -9,7 +10,7 @@ from moe.config import MoEConfig
 from moe.layer import BalanceScale
 from tests.transformers_models import FAMILIES as TINY_FAMILIES
 from tests.transformers_models import KeepDouble, V, build_pair, convert
-from trainer.models.config import AttentionConfig, ModelConfig
+from trainer.models.config import AttentionConfig, ModelConfig, RopeConfig
 from trainer.models.families import FAMILIES, load_family
 from trainer.models.transformer import Transformer, count_parameters, init_rule
 
@@ -66,6 +67,36 @@ def test_logits_equal_transformers_in_fp32(name):
     tokens = torch.randint(0, V, (2, 40), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         assert error(ours(tokens).logits_BSV, reference(tokens).logits) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_case_41_yarn_in_mla_is_right_at_every_position(name):
+    """fp64, 1e-10 at each of 40 positions. A wrong factor shows at all but the first, which sees only itself."""
+    reference, ours = build_pair(name, torch.float64)
+    tokens = torch.randint(0, V, (2, 40), generator=torch.Generator().manual_seed(3))
+    with KeepDouble(), torch.no_grad():
+        expected = reference(tokens).logits
+
+    def errors(rope: RopeConfig) -> torch.Tensor:
+        model = Transformer(replace(ours.config, rope=rope)).double()
+        model.load_state_dict(ours.state_dict())
+        with torch.no_grad():
+            return (model(tokens).logits_BSV - expected).norm(dim=(0, 2)) / expected.norm(dim=(0, 2))
+
+    right = ours.config.rope
+    assert errors(right).max() < 1e-10
+    for change in ({"factor": 4.0}, {"mscale": 0.9}, {"mscale_all_dim": 0.8}, {"original_seq_len": 4096}):
+        wrong = errors(replace(right, **change))
+        assert wrong[0] < 1e-10 and wrong[1:].min() > 1e-6, change
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 12])
+def test_mla_with_biases_equals_transformers(q_lora_rank):
+    reference, ours = build_pair("deepseek_v3", torch.float64, q_lora_rank=q_lora_rank, bias=True)
+    assert "layers.0.attention.wo.bias" in ours.state_dict()
+    tokens = torch.randint(0, V, (2, 40), generator=torch.Generator().manual_seed(3))
+    with KeepDouble(), torch.no_grad():
+        assert error(ours(tokens).logits_BSV, reference(tokens).logits) < 1e-10
 
 
 def test_packed_documents_in_chunks_equal_transformers():

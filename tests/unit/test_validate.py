@@ -89,6 +89,18 @@ def refusal(words: str) -> str:
         ("model.rope.scaling=yarn", "model.rope.factor=1.0 stretches nothing"),
         ("model.rope.scaling=llama3", "model.rope.factor=1.0 stretches nothing"),
         (
+            "model.rope.scaling=llama3 model.rope.factor=8 model.rope.mscale=0.7",
+            "model.rope.mscale=0.7 does nothing with",
+        ),
+        (
+            "model.rope.scaling=yarn model.rope.factor=8 model.rope.low_freq_factor=2",
+            "with model.rope.scaling=yarn; set model.rope.scaling=llama3, or model.rope.low_freq_factor=1.0",
+        ),
+        (
+            "model.rope.scaling=yarn model.rope.factor=8 model.rope.beta_slow=64",
+            "model.rope.beta_fast=32.0 is below model.rope.beta_slow=64.0; nearest legal: model.rope.beta_fast=64.0",
+        ),
+        (
             "model.rope.scaling=llama3 model.rope.factor=8 model.rope.high_freq_factor=0.5",
             "model.rope.high_freq_factor=0.5 is below model.rope.low_freq_factor=1.0; nearest legal",
         ),

@@ -68,6 +68,14 @@ class RopeConfig:
     interleaved: bool = False
 
 
+# The settings of RopeConfig that each scaling reads, beside theta and interleaved.
+ROPE_SETTINGS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "yarn": ("factor", "original_seq_len", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "llama3": ("factor", "original_seq_len", "low_freq_factor", "high_freq_factor"),
+}
+
+
 @dataclass
 class MultiTokenConfig:
     """Multi-token prediction."""
