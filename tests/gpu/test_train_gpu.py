@@ -220,8 +220,8 @@ def test_training_on_two_gpus(tmp_path: Path) -> None:
     measured = [line[name] for line in lines for name in SCALARS if name not in ("perf/mfu", "train/mtp_loss")]
     assert all(isinstance(value, int | float) and math.isfinite(value) for value in measured)
     losses = [line["train/loss"] for line in lines]
-    # An untrained model knows nothing about 512 entries, and its logits vary by about 1 (init_std 0.06), which costs up to
-    # half a nat more on text of few different tokens. A drop of 0.1 is far above bf16's rounding.
+    # An untrained model knows nothing about 512 entries, and its logits vary by about 1 (init_std 0.06), which costs up
+    # to half a nat more on text of few different tokens. A drop of 0.1 is far above bf16's rounding.
     assert abs(losses[0] - math.log(512)) < 1.0
     assert losses[-1] < losses[0] - 0.1
     assert 0 < lines[-1]["perf/peak_memory_gib"] < 8
