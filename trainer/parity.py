@@ -2,14 +2,19 @@
 
 Compared are the initial weights, the loss, **every gradient by name**, the gradient norm, the balancing counts, and the
 weights after a few SGD steps: SGD, because Adam divides the scale of a gradient away and would hide a doubled one. The
-batch is synthetic but unkind: packed documents, padding, prompts without labels, uneven label counts per rank.
+batch is synthetic but unkind: packed documents, padding, prompts without labels, uneven label counts per rank. And
+ranks that hold copies of the same thing must hold the same bits.
 
 The error of a tensor is ||a - b|| / ||b|| in fp64.
 """
 
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -40,6 +45,25 @@ class Trace:
     dropped: list[int] = field(default_factory=list)
     # After the last step: parameters and balancing biases.
     final: dict[str, Tensor] = field(default_factory=dict)
+    # Quantities (named as in `compare`) of which two ranks hold different copies.
+    unequal_copies: list[str] = field(default_factory=list)
+
+
+class Bounds(NamedTuple):
+    """How much a layout may differ from one process. Initial weights and copies never may."""
+
+    # Relative error of gradients and of the final weights.
+    tensors: float
+    # Of losses and gradient norms.
+    numbers: float
+    # The part of all (token, expert) pairs that may go elsewhere. Above 0 the balancing biases, which move by the
+    # sign of a count, are not compared.
+    counts: float = 0.0
+
+
+# precision.recipe -> what correct layouts stay within. fp64 shows 1e-15 and fp32 1e-6: the order of sums. In bf16 a
+# rounding moves logits by 0.4 %, so a few tokens near a tie go to another expert: 1 to 5 %.
+BOUNDS = {"fp64": Bounds(1e-10, 1e-10), "fp32": Bounds(5e-6, 5e-6), "bf16": Bounds(1e-1, 1e-2, 2e-2)}
 
 
 def trace_layout(
@@ -53,11 +77,16 @@ def trace_layout(
     micro_steps: int = 1,
     seq_len: int = 16,
     max_grad_norm: float = 0.0,
+    clip_later: bool = False,
     seed: int = 0,
 ) -> Trace:
     """Train `steps` SGD steps under a layout. Collective over the default process group.
 
     The batch-level auxiliary loss is defined per micro-step: layouts that are compared need equal `micro_steps`.
+
+    Args:
+        clip_later: after the first step clip to a quarter of its norm, so that the final weights tell about clipping
+            while the gradients kept (of the first step) have their own size.
     """
     mesh = build_mesh(parallel, device or torch.device("cpu"))
     config = Config(
@@ -76,13 +105,18 @@ def trace_layout(
     model = build_model(config, mesh)
     optimizer = build_optimizer(model, config.optim)
     trace = Trace(initial=full_tensors(model))
+    copies = {("initial", *key): digest for key, digest in digests(named_tensors(model)).items()}
 
     def keep_gradients(loss: Tensor, grad_norm: Tensor) -> bool:
         if not trace.gradients:
-            trace.gradients = {name: full(p.grad) for name, p in named_parameters(model) if p.grad is not None}
+            gradients = [(name, p.grad) for name, p in named_parameters(model) if p.grad is not None]
+            trace.gradients = {name: full(gradient) for name, gradient in gradients}
+            copies.update({("gradient", *key): digest for key, digest in digests(gradients).items()})
         return True
 
     for step in range(steps):
+        if clip_later and step == 1:
+            config.optim = replace(config.optim, max_grad_norm=trace.grad_norms[0] / 4)
         batches = synthetic_batches(config, mesh, step)
         result = train_step(model, optimizer, batches, mesh, config, keep_gradients)
         trace.losses.append(float(result.loss))
@@ -93,6 +127,10 @@ def trace_layout(
         if result.tokens_per_expert_LE is not None:
             trace.counts.append(result.tokens_per_expert_LE.cpu())
     trace.final = full_tensors(model)
+    copies.update({("final", *key): digest for key, digest in digests(named_tensors(model)).items()})
+    figures = (trace.losses, trace.aux_losses, trace.mtp_losses, trace.grad_norms, trace.dropped)
+    copies[("figures", "", ())] = repr((figures, [counts.tolist() for counts in trace.counts]))
+    trace.unequal_copies = unequal_copies(copies)
     return trace
 
 
@@ -147,10 +185,43 @@ def full(tensor: Tensor) -> Tensor:
     return whole.detach().to("cpu", copy=True)
 
 
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every parameter and buffer."""
+    return [*named_parameters(model), *((clean_name(name), buffer) for name, buffer in model.named_buffers())]
+
+
 def full_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer by name, gathered. Tiny models only."""
-    named = [*named_parameters(model), *((clean_name(name), buffer) for name, buffer in model.named_buffers())]
-    return {name: full(tensor) for name, tensor in named}
+    return {name: full(tensor) for name, tensor in named_tensors(model)}
+
+
+# Of which part of a tensor a rank has a copy: its place on each mesh axis that splits the tensor.
+Place = tuple[tuple[str, int], ...]
+
+
+def digests(named: Iterable[tuple[str, Tensor]]) -> dict[tuple[str, Place], str]:
+    """(name, place) -> digest of the bytes that this rank has of a tensor."""
+    found: dict[tuple[str, Place], str] = {}
+    for name, tensor in named:
+        place: Place = ()
+        part = tensor.detach()
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            axes = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), tensor.placements, strict=True)
+            place = tuple((axis, rank) for axis, rank, placement in axes if not placement.is_replicate())
+            part = tensor.to_local().detach()
+        data = part.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        found[name, place] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def unequal_copies(copies: dict[tuple[str, str, Place], str]) -> list[str]:
+    """Which of (kind, name, place) -> digest differ between ranks, as `kind name`, sorted. Collective."""
+    of_ranks: list[dict[tuple[str, str, Place], str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, copies)
+    seen: dict[tuple[str, str, Place], str] = {}
+    unequal = {key for of_rank in of_ranks for key, digest in of_rank.items() if seen.setdefault(key, digest) != digest}
+    return sorted({f"{kind} {name}".strip() for kind, name, _ in unequal})
 
 
 @dataclass(frozen=True)
@@ -165,27 +236,38 @@ class Mismatch:
         return f"{self.quantity}: error {self.error:.2e}, bound {self.bound:.0e}"
 
 
-def compare(trace: Trace, reference: Trace, bound: float) -> list[Mismatch]:
+def compare(trace: Trace, reference: Trace, bound: float | Bounds) -> list[Mismatch]:
     """Everything in which `trace` differs from `reference`, worst first.
 
-    Initial weights, counts and the number of dropped pairs must be equal, the rest within `bound`.
+    Initial weights, copies, counts and the number of dropped pairs must be equal, the rest within `bound`; a Bounds
+    may say otherwise of the counts.
     """
+    bounds = bound if isinstance(bound, Bounds) else Bounds(bound, bound)
     found = [
+        *(Mismatch(f"copies of {quantity}", float("inf"), 0.0) for quantity in trace.unequal_copies),
         *_compare_tensors("initial", trace.initial, reference.initial, 0.0),
-        *_compare_tensors("gradient", trace.gradients, reference.gradients, bound),
-        *_compare_tensors("final", trace.final, reference.final, bound),
-        *_compare_numbers("loss", trace.losses, reference.losses, bound),
-        *_compare_numbers("aux_loss", trace.aux_losses, reference.aux_losses, bound),
-        *_compare_numbers("mtp_loss", trace.mtp_losses, reference.mtp_losses, bound),
-        *_compare_numbers("grad_norm", trace.grad_norms, reference.grad_norms, bound),
+        *_compare_tensors("gradient", trace.gradients, reference.gradients, bounds.tensors),
+        *_compare_tensors("final", _final(trace, bounds), _final(reference, bounds), bounds.tensors),
+        *_compare_numbers("loss", trace.losses, reference.losses, bounds.numbers),
+        *_compare_numbers("aux_loss", trace.aux_losses, reference.aux_losses, bounds.numbers),
+        *_compare_numbers("mtp_loss", trace.mtp_losses, reference.mtp_losses, bounds.numbers),
+        *_compare_numbers("grad_norm", trace.grad_norms, reference.grad_norms, bounds.numbers),
     ]
     for step, (ours, theirs) in enumerate(zip(trace.counts, reference.counts, strict=True)):
-        if not torch.equal(ours, theirs):
-            found.append(Mismatch(f"counts of step {step}", float((ours - theirs).abs().max()), 0.0))
-    for step, (dropped, expected) in enumerate(zip(trace.dropped, reference.dropped, strict=True)):
-        if dropped != expected:
-            found.append(Mismatch(f"dropped pairs of step {step}", float(abs(dropped - expected)), 0.0))
+        moved = float((ours - theirs).abs().sum()) / max(int(theirs.sum()), 1)
+        if moved > bounds.counts:
+            found.append(Mismatch(f"counts of step {step}", moved, bounds.counts))
+        dropped, expected = trace.dropped[step], reference.dropped[step]
+        if abs(dropped - expected) > bounds.counts * int(theirs.sum()):
+            found.append(Mismatch(f"dropped pairs of step {step}", float(abs(dropped - expected)), bounds.counts))
     return sorted(found, key=lambda mismatch: -mismatch.error)
+
+
+def _final(trace: Trace, bounds: Bounds) -> dict[str, Tensor]:
+    """The final weights that are compared."""
+    if not bounds.counts:
+        return trace.final
+    return {name: tensor for name, tensor in trace.final.items() if not name.endswith("expert_bias")}
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:

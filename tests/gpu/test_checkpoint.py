@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.distributed.harness import free_port
 from trainer.checkpoint import Checkpointer, load_weights
 from trainer.config import CheckpointConfig
 from trainer.train_state import Staging
+from trainer.worker_pool import free_port
 
 VOCAB, DIM, EXPERTS = 257, 64, 4
 

@@ -24,10 +24,10 @@ import torch.multiprocessing as mp
 from moe.config import MoEConfig
 from parallel.config import ParallelConfig
 from parallel.process_group import process_group
-from tests.distributed.harness import free_port
 from trainer.metrics_file import SCALARS, read_metrics
 from trainer.models.config import AttentionConfig, ModelConfig
 from trainer.parity import Trace, compare, relative_error, trace_layout, worst_error
+from trainer.worker_pool import free_port
 
 ROOT = Path(__file__).parents[2]
 # bf16 keeps 8 bits, 0.2 % per rounding; three blocks forward and back make 1 to 2 % (on a CPU 1.9 %, in a k_norm, whose

@@ -1,0 +1,115 @@
+"""Compare the layouts of one config with one process: worker processes, and a verdict for each layout.
+
+`trainer/parity.py` says what is compared, `trainer/parity_layouts.py` what a layout is.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel.config import ParallelConfig
+from trainer.models.config import ModelConfig
+from trainer.parity import BOUNDS, Mismatch, Trace, compare, trace_layout, worst_error
+from trainer.parity_layouts import Layout
+from trainer.worker_pool import WorkerError, WorkerPool
+
+STEPS = 3
+# A group that waits for a compiler, or for many processes on few cores, is not stuck.
+TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one layout."""
+
+    layout: Layout
+    # Worst first.
+    mismatches: list[Mismatch]
+    # The gradient with the largest error, within its bound or not.
+    worst_name: str
+    worst_error: float
+    seconds: float
+    # What the workers said when one failed; None where the layout ran.
+    failure: str | None = None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the layout computes what one process computes."""
+        return self.failure is None and not self.mismatches
+
+
+class Workers:
+    """Pools by number of processes: each is started once, and again only after a failure."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.pools: dict[int, WorkerPool] = {}
+
+    def start(self, sizes: Iterable[int]) -> None:
+        """Start pools that will be needed; they come up side by side."""
+        for size in sizes:
+            self.pool(size)
+
+    def pool(self, size: int) -> WorkerPool:
+        """The pool of `size` processes."""
+        pool = self.pools.get(size)
+        if pool is None or pool.broken:
+            pool = self.pools[size] = WorkerPool(size, self.device)
+        return pool
+
+    def close(self) -> None:
+        """End all processes."""
+        for pool in self.pools.values():
+            pool.close()
+
+
+class ParityCheck:
+    """One tiny model, compared layout by layout with one process without any of the layout's settings."""
+
+    def __init__(self, model: ModelConfig, recipe: str, workers: Workers, micro_steps: int = 1) -> None:
+        self.model, self.recipe, self.workers, self.micro_steps = model, recipe, workers, micro_steps
+        # By batch size and length, which depend on the number of processes if that is no power of 2.
+        self.references: dict[tuple[int, int], Trace] = {}
+
+    def check(self, layout: Layout) -> Verdict:
+        """Trace a layout and compare it. What goes wrong in a worker is a verdict too."""
+        began = time.monotonic()
+        shape = batch_shape(layout.num_processes, self.micro_steps)
+        try:
+            if shape not in self.references:
+                self.references[shape] = self._trace(1, ParallelConfig(), shape)
+            trace = self._trace(layout.num_processes, layout.parallel, shape)
+        except WorkerError as error:
+            return Verdict(layout, [], "", float("inf"), time.monotonic() - began, str(error))
+        reference = self.references[shape]
+        mismatches = compare(trace, reference, BOUNDS[self.recipe])
+        return Verdict(layout, mismatches, *worst_error(trace, reference), time.monotonic() - began)
+
+    def _trace(self, num_processes: int, parallel: ParallelConfig, shape: tuple[int, int]) -> Trace:
+        options: dict[str, Any] = {
+            "recipe": self.recipe,
+            "steps": STEPS,
+            "global_batch_size": shape[0],
+            "seq_len": shape[1],
+            "micro_steps": self.micro_steps,
+            "clip_later": True,
+        }
+        pool = self.workers.pool(num_processes)
+        return pool.run(trace_on_rank_0, self.model, parallel, options, timeout=TIMEOUT_SECONDS)[0]
+
+
+def batch_shape(num_processes: int, micro_steps: int) -> tuple[int, int]:
+    """Sequences of a global batch and their length: the least from (8, 16) on that every layout can split."""
+    batch_unit, length_unit = num_processes * micro_steps, 2 * num_processes
+    return -(-8 // batch_unit) * batch_unit, -(-16 // length_unit) * length_unit
+
+
+def trace_on_rank_0(model: ModelConfig, parallel: ParallelConfig, options: dict[str, Any]) -> Trace | None:
+    """The trace, which is equal on every rank, from one of them. Runs in the workers."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    trace = trace_layout(model, parallel, device=device, **options)
+    return trace if dist.get_rank() == 0 else None

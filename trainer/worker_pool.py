@@ -1,0 +1,142 @@
+"""Processes that are started once and then run one function after another, all together, in one process group.
+
+Starting Python with torch in 8 processes takes far longer than a tiny training step, so whoever compares many layouts
+(scripts/parity.py, the distributed tests) starts a pool once. The functions must live at module level: they are pickled
+by name.
+
+    def rank_times_two() -> int:
+        return 2 * torch.distributed.get_rank()
+
+    WorkerPool(2).run(rank_times_two)  # [0, 2]
+"""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from parallel.process_group import process_group
+
+# A rank that waits longer than this for the others has lost them.
+GROUP_TIMEOUT_SECONDS = 90
+# After the first failure: how long to collect those of other ranks, one of which may be the cause.
+FAILURE_SECONDS = 1.0
+
+
+class WorkerError(RuntimeError):
+    """A function failed on some rank, a worker died, or the ranks are stuck. The pool is closed by then."""
+
+
+class WorkerPool:
+    """`world_size` spawned processes in one process group, fed through pipes.
+
+    On `cpu` each has one thread and the group is gloo; on `cuda` each has a GPU of its own, and the group NCCL beside
+    gloo.
+    """
+
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self.broken = False
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, world_size, port, device, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        atexit.register(self.close)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
+        """`function(*args)` on every rank; the results in rank order.
+
+        Raises:
+            WorkerError: with the name of each rank that failed and its traceback. A pool that failed stays closed.
+        """
+        for pipe in self.pipes:
+            # A dead worker is found below, by its closed pipe.
+            with contextlib.suppress(OSError):
+                pipe.send((function, args))
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < len(self.pipes):
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in results and rank not in failures]
+            ready = wait(waiting, max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                succeeded, value = self._receive(rank)
+                (results if succeeded else failures)[rank] = value
+            if failures:
+                deadline = min(deadline, time.monotonic() + FAILURE_SECONDS)
+        if len(results) < len(self.pipes):
+            self.close()
+            raise WorkerError(_failure_message(function.__name__, failures, results, len(self.pipes), timeout))
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def close(self) -> None:
+        """Ends the processes, whatever they are doing."""
+        self.broken = True
+        atexit.unregister(self.close)
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(5)
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        try:
+            return self.pipes[rank].recv()
+        except (EOFError, OSError):
+            self.processes[rank].join(5)
+            return False, f"the process died (exit code {self.processes[rank].exitcode})"
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody uses."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _failure_message(name: str, failures: dict[int, str], results: dict[int, Any], size: int, timeout: float) -> str:
+    if not failures:
+        stuck = [rank for rank in range(size) if rank not in results]
+        return f"{name}: rank {', '.join(map(str, stuck))} of {size} still busy after {timeout:g} s"
+    # A rank that lost a peer says so too: the one that died, or else the first that spoke, is the cause.
+    ranks = sorted(failures, key=lambda rank: not failures[rank].startswith("the process died"))
+    parts = [f"{name} failed on rank {ranks[0]}:\n{failures[ranks[0]].rstrip()}"]
+    parts += [f"then on rank {rank}: {failures[rank].rstrip().splitlines()[-1]}" for rank in ranks[1:]]
+    return "\n".join(parts)
+
+
+def _work(rank: int, world_size: int, port: int, device: str, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, KeyboardInterrupt), process_group(GROUP_TIMEOUT_SECONDS):
+        while True:
+            function, args = pipe.recv()
+            try:
+                pipe.send((True, function(*args)))
+            except BaseException:
+                pipe.send((False, traceback.format_exc()))
