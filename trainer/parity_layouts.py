@@ -119,12 +119,16 @@ def smallest_world(sizes: dict[str, int]) -> int:
 
 def own_and_single_layouts(parallel: ParallelConfig, most: int = 8) -> list[dict[str, int]]:
     """A run's own layout with every size in use cut to 2 (and to `most` processes), and each of its axes alone."""
-    own = {name: 2 for name in SIZES if getattr(parallel, name) not in (0, 1)}
-    for name in ("dp_shard", "dp_replicate"):
-        if smallest_world(own) > most:
-            own.pop(name, None)
+    own = {name: 2 for name in SIZES if getattr(parallel, name) != 1}
+    if "ep" in own and "dp_shard" in own:
+        # Twice the ranks of ep, so that ranks share experts as they do at scale.
+        own["dp_shard"] = 4
+    while smallest_world(own) > most and own.get("dp_shard", 1) > 1:
+        own["dp_shard"] //= 2
+    if smallest_world(own) > most:
+        own.pop("dp_replicate", None)
     alone = [{name: 2} | ({"cp": 2} if name == "ulysses" else {"tp": 2} if name == "etp" else {}) for name in own]
-    return [sizes for index, sizes in enumerate([own, *alone]) if sizes and sizes not in [own, *alone][:index]]
+    return [own, *alone]
 
 
 def covering(layouts: Iterable[Layout]) -> list[Layout]:

@@ -12,7 +12,8 @@ from moe.config import MoEConfig
 from trainer.models.config import AttentionConfig, ModelConfig, RopeConfig
 
 DIM = 32
-HEAD_DIM = 8
+# The least that attention kernels of GPUs take.
+HEAD_DIM = 16
 # What a sequence of 16 tokens can notice.
 WINDOW, CHUNK, CONTEXT = 5, 4, 8
 MAX_HEADS = 8
@@ -53,7 +54,7 @@ def _attention(attention: AttentionConfig) -> AttentionConfig:
         q_lora_rank=min(attention.q_lora_rank, 16),
         kv_lora_rank=8,
         qk_nope_head_dim=HEAD_DIM,
-        qk_rope_head_dim=4,
+        qk_rope_head_dim=HEAD_DIM,
         v_head_dim=HEAD_DIM,
     )
 

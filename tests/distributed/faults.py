@@ -14,9 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import comms.all_to_all
+import comms.collectives
+import moe.experts
 import moe.layer
+import moe.router
 import parallel.fsdp
 import parallel.init
+import parallel.ring_attention
+import trainer.build
+import trainer.optim
 import trainer.step
 
 
@@ -183,6 +189,137 @@ def initial_weights_depend_on_the_rank() -> Iterator[None]:
 
 
 @contextmanager
+def shared_gradients_not_summed() -> Iterator[None]:
+    """A missing reduction: the tp ranks keep the parts that they found of gradients of shared weights."""
+    with patch.object(trainer.step, "sum_shared_gradients", lambda model, mesh: None):
+        yield
+
+
+@contextmanager
+def shared_gradients_summed_twice() -> Iterator[None]:
+    """A doubled reduction: the same sum, once too often."""
+    original = trainer.step.sum_shared_gradients
+
+    def twice(model: nn.Module, mesh: Any) -> None:
+        original(model, mesh)
+        original(model, mesh)
+
+    with patch.object(trainer.step, "sum_shared_gradients", twice):
+        yield
+
+
+@contextmanager
+def gathered_input_keeps_its_own_gradient() -> Iterator[None]:
+    """What `to_local` on a gathered input does: each rank takes its part of its own gradient, and no sum."""
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        group = comms.collectives._resolve_process_group(ctx.group_name)
+        return grads[0].chunk(group.size(), dim=ctx.dim)[group.rank()].contiguous(), None, None
+
+    with patch.object(comms.collectives._Gather, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def router_out_of_sync() -> Iterator[None]:
+    """The last rank's router sends its tokens to the experts that the others find worst."""
+    original = moe.router._choose
+
+    def choose(logits_TE: Tensor, scores_TE: Tensor, *rest: Any) -> Tensor:
+        sign = -1 if dist.get_rank() == dist.get_world_size() - 1 else 1
+        return original(sign * logits_TE, sign * scores_TE, *rest)
+
+    with patch.object(moe.router, "_choose", choose):
+        yield
+
+
+@contextmanager
+def router_copies_differ() -> Iterator[None]:
+    """The last rank's copy of the first router has one weight of its own from the start."""
+    original = trainer.build.parallelize
+
+    def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        model = original(model, *args, **kwargs)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            with torch.no_grad():
+                model.layers["0"].moe.router.weight.to_local()[0, 0] += 1e-9
+        return model
+
+    with patch.object(trainer.build, "parallelize", parallelize):
+        yield
+
+
+@contextmanager
+def clipped_by_own_norm() -> Iterator[None]:
+    """Each rank scales its gradients by a factor from the norm of its own shards; the norm that is told is right."""
+    original = trainer.step.clip_grad_norm
+
+    def clip(model: nn.Module, max_norm: float) -> Tensor:
+        norm = original(model, 0.0)
+        shards = [parameter.grad.to_local() for parameter in model.parameters()]
+        own = torch.stack([shard.square().sum() for shard in shards]).sum().sqrt()
+        for shard in shards if max_norm > 0 else []:
+            shard.mul_((max_norm / own).clamp(max=1.0))
+        return norm
+
+    with patch.object(trainer.step, "clip_grad_norm", clip):
+        yield
+
+
+@contextmanager
+def norm_misses_split_weights() -> Iterator[None]:
+    """The norm takes what tensor parallelism splits for copies, of which one counts."""
+    original = trainer.optim._num_copies
+
+    def copies(gradient: Any) -> int:
+        axes = zip(gradient.device_mesh.mesh_dim_names, gradient.device_mesh.shape, strict=True)
+        return original(gradient) * dict(axes).get("tp", 1)
+
+    with patch.object(trainer.optim, "_num_copies", copies):
+        yield
+
+
+@contextmanager
+def merge_is_one_block_behind() -> Iterator[None]:
+    """The log-sum-exp by which blocks of a ring are merged lacks the block that came last."""
+    original = parallel.ring_attention.merge
+
+    def merge(out: Tensor, lse: Tensor, tile: Any, *part: Any) -> None:
+        own = lse[..., tile.q_row : tile.q_row + tile.num_q]
+        before = own.clone()
+        original(out, lse, tile, *part)
+        if bool(torch.isfinite(before).all()):
+            own.copy_(before)
+
+    with patch.object(parallel.ring_attention, "merge", merge):
+        yield
+
+
+@contextmanager
+def weight_cache_is_stale() -> Iterator[None]:
+    """The experts compute with the weights of their first forward, whatever the optimizer has done since."""
+    original = moe.experts.local
+    first: dict[int, Tensor] = {}
+
+    def cached(weight: Any) -> Tensor:
+        # The parameter's address outlives its memory, which FSDP frees after use.
+        now = original(weight)
+        stale = first.setdefault(id(weight), now.detach().clone())
+        return now + (stale - now).detach()
+
+    with patch.object(moe.experts, "local", cached):
+        yield
+
+
+@contextmanager
+def auxiliary_gradient_dropped() -> Iterator[None]:
+    """The auxiliary loss is told, and taught to nobody."""
+    original = moe.layer.batch_aux_loss
+    with patch.object(moe.layer, "batch_aux_loss", lambda *args: original(*args).detach()):
+        yield
+
+
+@contextmanager
 def none() -> Iterator[None]:
     """No fault at all: the control."""
     yield
@@ -205,5 +342,15 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         last_rank_not_combined,
         padding_routed,
         initial_weights_depend_on_the_rank,
+        shared_gradients_not_summed,
+        shared_gradients_summed_twice,
+        gathered_input_keeps_its_own_gradient,
+        router_out_of_sync,
+        router_copies_differ,
+        clipped_by_own_norm,
+        norm_misses_split_weights,
+        merge_is_one_block_behind,
+        weight_cache_is_stale,
+        auxiliary_gradient_dropped,
     )
 }

@@ -41,32 +41,81 @@ EXPECTED = {
     "last_rank_not_combined": (["loss of step 0", "gradient layers.0.moe.router.weight"], []),
     "padding_routed": (["counts of step 0", "aux_loss of step 0"], ["loss of step 0"]),
     "initial_weights_depend_on_the_rank": (["initial layers.0.moe.experts.w_down", "initial head.weight"], []),
+    "shared_gradients_not_summed": (
+        ["gradient norm.weight", "gradient layers.0.moe.router.weight", "copies of gradient norm.weight"],
+        ["loss of step 0", "gradient head.weight", "gradient layers.0.attention.wq.weight"],
+    ),
+    "shared_gradients_summed_twice": (
+        ["gradient norm.weight", "gradient layers.0.moe.router.weight", "grad_norm of step 0"],
+        ["loss of step 0", "gradient head.weight", "copies of gradient norm.weight"],
+    ),
+    "gathered_input_keeps_its_own_gradient": (
+        ["gradient layers.0.attention_norm.weight", "gradient norm.weight", "gradient tok_embeddings.weight"],
+        ["loss of step 0", "gradient head.weight"],
+    ),
+    "router_out_of_sync": (["counts of step 0", "loss of step 0", "gradient layers.0.moe.router.weight"], []),
+    "router_copies_differ": (
+        ["copies of initial layers.0.moe.router.weight", "copies of final layers.0.moe.router.weight"],
+        ["copies of initial layers.1.moe.router.weight"],
+    ),
+    "clipped_by_own_norm": (
+        ["final head.weight", "final layers.0.moe.router.weight", "loss of step 2"],
+        ["grad_norm of step 0", "grad_norm of step 1", "gradient head.weight"],
+    ),
+    "norm_misses_split_weights": (["grad_norm of step 0"], ["loss of step 0", "gradient head.weight"]),
+    "merge_is_one_block_behind": (
+        ["loss of step 0", "gradient layers.0.attention.wq.weight", "gradient layers.1.attention.wo.weight"],
+        ["initial layers.0.attention.wq.weight"],
+    ),
+    "weight_cache_is_stale": (
+        ["loss of step 1", "final layers.0.moe.experts.w_down", "grad_norm of step 1"],
+        ["loss of step 0", "grad_norm of step 0", "gradient layers.0.moe.experts.w_down"],
+    ),
+    "auxiliary_gradient_dropped": (
+        ["gradient layers.0.moe.router.weight", "gradient layers.1.moe.router.weight", "grad_norm of step 0"],
+        ["loss of step 0", "aux_loss of step 0", "counts of step 0", "gradient head.weight"],
+    ),
 }
+# Faults of two processes of an axis other than ep.
+AXIS = dict.fromkeys(
+    (
+        "shared_gradients_not_summed",
+        "shared_gradients_summed_twice",
+        "gathered_input_keeps_its_own_gradient",
+        "router_copies_differ",
+        "norm_misses_split_weights",
+    ),
+    "tp",
+) | {"merge_is_one_block_behind": "cp"}
+# What only a second step can show.
+LATER = ("clipped_by_own_norm", "weight_cache_is_stale")
 
 
-def trace_with_fault(fault: str) -> Trace | None:
+def trace_with_fault(fault: str, axis: str, steps: int) -> Trace | None:
     with FAULTS[fault]():
-        trace = trace_layout(QWEN3, ParallelConfig(ep=dist.get_world_size()), steps=1)
+        parallel = ParallelConfig(**{axis: dist.get_world_size()})
+        trace = trace_layout(QWEN3, parallel, steps=steps, clip_later=True)
     return trace if dist.get_rank() == 0 else None
 
 
 @cache
-def one_process() -> Trace:
-    return run_workers(trace_with_fault, 1, "none")[0]
+def one_process(steps: int) -> Trace:
+    return run_workers(trace_with_fault, 1, "none", "ep", steps)[0]
 
 
-def find(fault: str) -> list[Mismatch]:
-    return compare(run_workers(trace_with_fault, 2, fault)[0], one_process(), BOUND)
+def find(fault: str, axis: str) -> list[Mismatch]:
+    steps = 3 if fault in LATER else 1
+    return compare(run_workers(trace_with_fault, 2, fault, axis, steps)[0], one_process(steps), BOUND)
 
 
 def test_every_fault_has_an_expectation() -> None:
     assert EXPECTED.keys() == FAULTS.keys() - {"none"}
-    assert len(EXPECTED) >= 5
+    assert EXPECTED.keys() >= {*AXIS, *LATER}
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_planted_fault_is_found_by_name(fault: str) -> None:
-    reported = {mismatch.quantity for mismatch in find(fault)}
+    reported = {mismatch.quantity for mismatch in find(fault, AXIS.get(fault, "ep"))}
     present, absent = EXPECTED[fault]
     assert reported >= set(present), (sorted(set(present) - reported), sorted(reported))
     assert not reported & set(absent), sorted(reported & set(absent))
@@ -74,4 +123,4 @@ def test_planted_fault_is_found_by_name(fault: str) -> None:
 
 def test_without_a_fault_nothing_is_reported() -> None:
     """Run last: the workers that carried the faults are clean again."""
-    assert find("none") == []
+    assert [find("none", axis) for axis in ("ep", "tp", "cp")] == [[], [], []]
