@@ -1,8 +1,8 @@
 """Processes that are started once and then run one function after another, all together, in one process group.
 
-Starting Python with torch in 8 processes takes far longer than a tiny training step, so whoever compares many layouts
-(scripts/parity.py, the distributed tests) starts a pool once. The functions must live at module level: they are pickled
-by name.
+Importing torch and torchtitan takes far longer than a tiny training step, so whoever compares many layouts
+(scripts/parity.py, the distributed tests) starts a pool once, and on CPUs all of its processes are forked from a server
+that has imported them. The functions must live at module level: they are pickled by name.
 
     def rank_times_two() -> int:
         return 2 * torch.distributed.get_rank()
@@ -13,6 +13,7 @@ by name.
 import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import socket
 import time
@@ -29,6 +30,8 @@ from parallel.process_group import process_group
 GROUP_TIMEOUT_SECONDS = 90
 # After the first failure: how long to collect those of other ranks, one of which may be the cause.
 FAILURE_SECONDS = 1.0
+# Imported once for all processes on CPUs. Importing them starts no thread, so that forking is safe.
+PRELOADED = ["torchtitan.distributed.parallel_dims", "torch.distributed.fsdp", "torch.distributed.tensor"]
 
 
 class WorkerError(RuntimeError):
@@ -36,14 +39,14 @@ class WorkerError(RuntimeError):
 
 
 class WorkerPool:
-    """`world_size` spawned processes in one process group, fed through pipes.
+    """`world_size` processes in one process group, fed through pipes.
 
     On `cpu` each has one thread and the group is gloo; on `cuda` each has a GPU of its own, and the group NCCL beside
     gloo.
     """
 
     def __init__(self, world_size: int, device: str = "cpu") -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context(device)
         port = free_port()
         self.broken = False
         self.pipes: list[Connection] = []
@@ -108,6 +111,24 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def _context(device: str) -> Any:
+    """How processes start: CUDA does not survive a fork."""
+    if device == "cuda":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    # What the server knows about GPUs its children would believe.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    return context
 
 
 def _failure_message(name: str, failures: dict[int, str], results: dict[int, Any], size: int, timeout: float) -> str:
