@@ -11,7 +11,8 @@ weights (two steps are clipped), and whether ranks hold equal copies.
                     nproc leaves. `all`: every legal layout of nproc processes. Without it: the experiment's own layout,
                     cut to at most 8 processes, and each of its axes alone
     nproc=N         processes of each layout; without it the fewest that a layout needs (all: 4)
-    recipe=NAME     fp64 (errors below 1e-10), fp32 (5e-6) or bf16 (1e-1); without it fp64 on CPUs, bf16 on GPUs
+    recipe=NAME     fp64 (errors below 1e-10), fp32 (5e-6) or bf16 (5e-2, with experts chosen by position); without it
+                    fp64 on CPUs, bf16 on GPUs
     device=NAME     cpu, cuda, or auto: GPUs where there are enough
     accumulate=N    micro-steps of each step
     key=value       any setting of the trainer. Of the experiment's own, parallel.compile is left out on CPUs (slow)

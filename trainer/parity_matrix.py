@@ -28,7 +28,7 @@ class Result:
     layout: str
     recipe: str
     right: bool
-    # The gradient with the largest error; of a wrong layout the quantity that differs most, or what failed.
+    # The gradient with the largest error; of a wrong layout what went wrong first, or what failed.
     worst: str
     error: float
     seconds: float

@@ -12,61 +12,42 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from moe.layer import BalanceScale
 from parallel.config import ParallelConfig
 from tests.distributed.harness import run_workers
 from tests.distributed.tiny_models import DEEPSEEK, GPT_OSS, MODELS, MULTI_TOKEN, QWEN3, num_moe_layers
+from tests.distributed.traces import ONE, assert_same, kept, settled, trace_of, trace_on_rank_0
 from trainer.models.config import ModelConfig
-from trainer.parity import Trace, compare, full, named_parameters, relative_error, trace_layout
+from trainer.parity import Trace, compare, full, named_parameters, relative_error
 
 FP64_BOUND = 1e-10
 FP32_BOUND = 5e-6
 
-# name -> processes, sizes.
 LAYOUTS = {
-    "fsdp2": (2, ParallelConfig()),
-    "ep2": (2, ParallelConfig(ep=2)),
-    "ep2_fsdp2": (4, ParallelConfig(ep=2)),
-    "ep4": (4, ParallelConfig(ep=4)),
-    "hsdp": (4, ParallelConfig(dp_replicate=2)),
-    "hsdp_ep2": (4, ParallelConfig(dp_replicate=2, ep=2)),
+    "one": ONE,
+    "fsdp2": settled(2),
+    "ep2": settled(2, ep=2),
+    "ep2_fsdp2": settled(4, ep=2),
+    "ep4": settled(4, ep=4),
+    "hsdp": settled(4, dp_replicate=2),
+    "hsdp_ep2": settled(4, dp_replicate=2, ep=2),
 }
+SEVERAL = [name for name in LAYOUTS if name != "one"]
 
 
-def traced(model: ModelConfig, parallel: ParallelConfig, **options) -> Trace | list[float]:
-    """The trace on rank 0; elsewhere only numbers, to show that ranks agree without moving every tensor."""
-    trace = trace_layout(model, parallel, **options)
-    numbers = [*trace.losses, *trace.aux_losses, *trace.grad_norms, *(float(c.sum()) for c in trace.counts)]
-    return trace if dist.get_rank() == 0 else numbers
+def traced(model: ModelConfig, parallel: ParallelConfig, **options) -> Trace | None:
+    """In a worker: the trace, of which rank 0's is the one that is looked at."""
+    return trace_on_rank_0(model, parallel, options)
 
 
-def run_layout(layout: str, model: ModelConfig, **options) -> Trace:
-    """The trace of a layout by name (`one`: one process), after checking that every rank reports the same figures."""
-    options = {"steps": 3, **options}
-    num_processes, parallel = LAYOUTS[layout] if layout != "one" else (1, ParallelConfig())
-    mode = options.pop("activation_checkpoint", "none")
-    parallel = replace(parallel, activation_checkpoint=mode)
-    trace, *others = run_workers(_traced_with, num_processes, model, parallel, options)
-    numbers = [*trace.losses, *trace.aux_losses, *trace.grad_norms, *(float(c.sum()) for c in trace.counts)]
-    assert all(other == numbers for other in others), (layout, numbers, others)
-    return trace
+def run_layout(name: str, model: ModelConfig, **options) -> Trace:
+    return trace_of(LAYOUTS[name], model, **options)
 
 
-def _traced_with(model: ModelConfig, parallel: ParallelConfig, options: dict) -> Trace | list[float]:
-    return traced(model, parallel, **options)
-
-
-@cache
 def plain(layout: str, name: str, recipe: str = "fp64") -> Trace:
     """Traces that several tests look at."""
-    return run_layout(layout, MODELS[name], recipe=recipe)
-
-
-def assert_same(trace: Trace, reference: Trace, bound: float) -> None:
-    mismatches = compare(trace, reference, bound)
-    assert not mismatches, "\n".join(str(mismatch) for mismatch in mismatches[:10])
+    return kept(LAYOUTS[layout], name, recipe)
 
 
 def norm(trace: Trace, part: str) -> float:
@@ -76,7 +57,7 @@ def norm(trace: Trace, part: str) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SEVERAL)
 def test_layout_equals_one_process(layout: str, name: str) -> None:
     reference = plain("one", name)
     # The comparison is worth something only if nothing in it is trivially zero.
@@ -121,7 +102,7 @@ def test_case_03_parameters_after_steps_with_ep_and_fsdp_agree() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SEVERAL)
 def test_case_08_the_router_gradient_is_right_in_every_layout(layout: str, name: str) -> None:
     ours, reference = plain(layout, name), plain("one", name)
     keys = [key for key in reference.gradients if ".router." in key]
@@ -131,7 +112,7 @@ def test_case_08_the_router_gradient_is_right_in_every_layout(layout: str, name:
         assert relative_error(ours.gradients[key], reference.gradients[key]) <= FP64_BOUND, key
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SEVERAL)
 def test_case_10_the_router_learns_without_auxiliary_losses(layout: str) -> None:
     """GPT_OSS has none: what reaches its router comes back through the combine weights alone."""
     assert GPT_OSS.moe.aux_loss == GPT_OSS.moe.z_loss == 0
@@ -140,7 +121,7 @@ def test_case_10_the_router_learns_without_auxiliary_losses(layout: str) -> None
     assert ours / reference == pytest.approx(1, abs=FP64_BOUND)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SEVERAL)
 def test_case_16_the_norm_of_a_layout_is_that_of_one_process(layout: str) -> None:
     ours, reference = plain(layout, "qwen3"), plain("one", "qwen3")
     assert ours.grad_norms == pytest.approx(reference.grad_norms, rel=FP64_BOUND)
@@ -148,20 +129,14 @@ def test_case_16_the_norm_of_a_layout_is_that_of_one_process(layout: str) -> Non
     assert ours.grad_norms[0] == pytest.approx(norm(ours, ""), rel=FP64_BOUND)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "ep2", "ep2_fsdp2", "hsdp_ep2"])
-def test_clipped_steps_equal_those_of_one_process(layout: str) -> None:
+def test_a_clipped_first_step_equals_that_of_one_process() -> None:
+    """Elsewhere the steps after the first are clipped."""
     bound = 0.2
-    ours = run_layout(layout, QWEN3, max_grad_norm=bound)
-    reference = _clipped_reference(bound)
+    ours, reference = (run_layout(name, QWEN3, max_grad_norm=bound, clip_later=False) for name in ("ep2_fsdp2", "one"))
     assert min(reference.grad_norms) > bound
     # Gradients are looked at after clipping.
     assert norm(reference, "") == pytest.approx(bound, rel=1e-4)
     assert_same(ours, reference, FP64_BOUND)
-
-
-@cache
-def _clipped_reference(bound: float) -> Trace:
-    return run_layout("one", QWEN3, max_grad_norm=bound)
 
 
 @pytest.mark.parametrize("layout", ["one", "ep2", "ep2_fsdp2"])
@@ -217,7 +192,7 @@ def test_layouts_agree_on_accumulated_micro_steps_with_the_batch_level_loss() ->
     assert_same(run_layout("ep2_fsdp2", QWEN3, micro_steps=2), reference, FP64_BOUND)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SEVERAL)
 def test_case_26_auxiliary_losses_do_not_scale_with_the_layout(layout: str) -> None:
     ours, reference = plain(layout, "qwen3"), plain("one", "qwen3")
     assert min(reference.aux_losses) > 0

@@ -1,0 +1,172 @@
+"""scripts/parity.py as a user meets it: a table, an exit code, a mistake explained, a worker that died named."""
+
+import os
+import re
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scripts import parity
+from tests.distributed.faults import FAULTS
+from tests.distributed.traces import settled
+from trainer import parity_check, parity_matrix
+from trainer.parity_layouts import Layout
+from trainer.worker_pool import WorkerError, WorkerPool
+
+
+def test_the_layouts_of_an_experiment_are_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parity.main(["experiment=gpt_oss_20b", "layouts=[tp=2 ep=2,cp=2 ulysses=2]", "recipe=fp32"]) == 0
+    out = capsys.readouterr().out
+    assert "gpt_oss_20b, tiny, fp32 on cpu" in out
+    lines = [line for line in out.splitlines() if " x " in line]
+    assert [line.split("  ")[1].strip() for line in lines] == ["tp=2 ep=2", "cp=2 ulysses=2"]
+    assert all(" right " in line and "layers." in line for line in lines)
+    assert out.endswith("2 right, 0 wrong\n")
+
+
+def test_bf16_stays_within_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parity.main(["experiment=deepseek_v3_16b", "layouts=[tp=2 ep=2]", "recipe=bf16"]) == 0
+    error = re.search(r"right  (\d\.\d+e-\d+)", capsys.readouterr().out)
+    # Not computed in a wider format by mistake.
+    assert 1e-3 < float(error[1]) < 5e-2
+
+
+def trace_with_fault(*args):
+    with FAULTS["shared_gradients_not_summed"]():
+        return parity_check.trace_on_rank_0(*args)
+
+
+def trace_on_one_process_alone(*args):
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return parity_check.trace_on_rank_0(*args)
+
+
+def test_a_wrong_layout_is_reported_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(parity_check, "TRACE", trace_with_fault):
+        assert parity.main(["experiment=deepseek_v3_671b", "layouts=[tp=2,dp_shard=2]"]) == 1
+    out = capsys.readouterr().out
+    assert "tp=2 " in out and "WRONG" in out
+    # The worst of what went wrong first: a gradient of a weight that the tp ranks share.
+    assert re.search(r"WRONG .*\n +gradient \S*(norm|router)\.weight: error \d\.\d+e[-+]\d+, bound 1e-10\n", out)
+    assert out.endswith("1 right, 1 wrong\n")
+
+
+def test_a_worker_that_dies_is_named_and_the_next_layout_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(parity_check, "TRACE", trace_on_one_process_alone):
+        assert parity.main(["experiment=qwen3_30b_a3b", "layouts=[dp_shard=2,tp=2]"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("FAILED") == 2
+    assert "failed on rank 1:\n        the process died (exit code -9)" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["layouts=all"], ["name an experiment"]),
+        (["experiment=qwen4"], ["experiment=qwen4", "qwen3"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[tp=3]"], ["layout tp=3", "num_heads=32", "2 or 4"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[tp=2]", "nproc=3"], ["tp=2", "3 processes", "a multiple of 2"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[ep=3]"], ["layout ep=3", "num_experts=128", "2 or 4"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[tp=2 etp=4]"], ["parallel.etp=4"]),
+        (["experiment=qwen3_30b_a3b", "nproc=many"], ["nproc=many", "whole number"]),
+        (["experiment=qwen3_30b_a3b", "recipe=fp16"], ["recipe=fp16", "fp64, fp32, bf16"]),
+        (["experiment=qwen3_30b_a3b", "device=tpu"], ["device=tpu", "auto, cpu, cuda"]),
+        (["experiment=qwen3_30b_a3b", "optim.lrr=1"], ["optim.lrr", "optim.lr"]),
+        (["matrix", "experiment=demo"], ["matrix: experiment=demo"]),
+    ],
+)
+def test_mistakes_are_told_before_any_process_starts(
+    words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with patch.object(parity_check, "WorkerPool", side_effect=AssertionError):
+        assert parity.main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert not [word for word in expected if word not in told], told
+
+
+def test_without_words_the_usage_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parity.main([]) == 2
+    assert parity.main(["--help"]) == 0
+    assert capsys.readouterr().out.count("layouts=") > 3
+
+
+def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(torch.cuda, "device_count", return_value=1):
+        assert parity.main(["experiment=demo", "layouts=[tp=2]", "device=cuda"]) == 2
+    assert "needs 2 GPUs, 1 are visible" in capsys.readouterr().err
+
+
+def a_few(config, num_processes: int) -> list[Layout]:
+    return [settled(2, tp=2), settled(2, cp=2)] if num_processes == 2 else []
+
+
+def test_a_matrix_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["matrix", "nproc=2", f"results={tmp_path}/results.jsonl", f"out={tmp_path}/parity.md"]
+    with (
+        patch.object(parity, "MATRIX", ("olmoe_1b_7b",)),
+        patch("trainer.parity_layouts.legal_layouts", a_few),
+        patch.object(parity_check, "TRACE", trace_with_fault),
+    ):
+        assert parity.main(words) == 1
+    results = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert len(results) == 2
+    table = (tmp_path / "parity.md").read_text()
+    assert "| 2 | `tp=2` | **wrong**: gradient " in table and "1 wrong" in table
+    assert "| 2 | `cp=2` | " in table
+    # Cut off in the middle of a line: that layout alone is compared again, now without the fault.
+    (tmp_path / "results.jsonl").write_text(results[1] + "\n" + results[0][:40])
+    capsys.readouterr()
+    with patch.object(parity, "MATRIX", ("olmoe_1b_7b",)), patch("trainer.parity_layouts.legal_layouts", a_few):
+        assert parity.main(words) == 0
+    assert "tp=2" in capsys.readouterr().out.splitlines()[0]
+    assert "none wrong" in (tmp_path / "parity.md").read_text()
+
+
+def test_results_of_other_code_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "a.py").write_text("1")
+    before = parity_matrix.code_digest(tmp_path)
+    result = parity_matrix.Result("x", 2, "tp=2", "fp64", True, "w", 1e-16, 1.0, before)
+    parity_matrix.append_result(tmp_path / "results.jsonl", result)
+    assert parity_matrix.read_results(tmp_path / "results.jsonl", before) == {result.key: result}
+    (tmp_path / "moe" / "a.py").write_text("2")
+    after = parity_matrix.code_digest(tmp_path)
+    assert parity_matrix.read_results(tmp_path / "results.jsonl", after) == {}
+
+
+def fail_on_rank_1() -> int:
+    if dist.get_rank() == 1:
+        raise ValueError("no such thing")
+    return 0
+
+
+def die_in_the_middle_of_a_sum() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.all_reduce(torch.zeros(1))
+
+
+def wait_for_ever() -> None:
+    signal.pause()
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (fail_on_rank_1, ["fail_on_rank_1 failed on rank 1", "ValueError: no such thing", "line"]),
+        (die_in_the_middle_of_a_sum, ["failed on rank 1:\nthe process died (exit code 7)"]),
+        (wait_for_ever, ["wait_for_ever: rank 0, 1 of 2 still busy after 5 s"]),
+    ],
+)
+def test_workers_that_fail_are_named(function, expected: list[str]) -> None:
+    pool = WorkerPool(2)
+    with pytest.raises(WorkerError) as caught:
+        pool.run(function, timeout=5)
+    assert not [word for word in expected if word not in str(caught.value)], str(caught.value)
+    assert pool.broken and not any(process.is_alive() for process in pool.processes)
