@@ -59,8 +59,8 @@ class Bounds(NamedTuple):
 
 
 # precision.recipe -> what correct layouts stay within: twice what is seen, and far below what a mistake makes. fp64
-# shows 1e-15 and fp32 1e-6, the order of sums. bf16, whose partial sums are rounded to 8 bits before they are added over
-# ranks, shows 3e-2, if experts are chosen by position: of tokens near a tie some would go elsewhere.
+# shows 1e-15 and fp32 1e-6, the order of sums. bf16, whose partial sums are rounded to 8 bits before they are added
+# over ranks, shows 3e-2, if experts are chosen by position: of tokens near a tie some would go elsewhere.
 BOUNDS = {"fp64": Bounds(1e-10, 1e-10), "fp32": Bounds(5e-6, 5e-6), "bf16": Bounds(5e-2, 1e-2)}
 
 
