@@ -188,6 +188,12 @@ def test_whatever_is_proposed_is_legal(
         assert settled.dp_replicate * settled.dp_shard * settled.cp * settled.tp == world
 
 
+def test_ranks_that_share_sequences_do_not_share_the_batch() -> None:
+    words = "parallel.tp=2 parallel.cp=2 train.global_batch_size=3"
+    assert "is not a multiple of train.micro_batch_size=1 x 2 data-parallel ranks" in refusal(with_settings(words), 8)
+    fit_layout(with_settings(words), 4)
+
+
 def test_ep_minus_one_takes_all_the_ranks_that_the_experts_allow() -> None:
     """It borrows from tp as well, but not where tp cuts the experts."""
     assert fit_layout(with_settings("parallel.ep=-1 parallel.tp=2 parallel.cp=2"), 8).ep == 8
