@@ -34,6 +34,7 @@ LAYOUTS = {
     "ep4": (4, ParallelConfig(ep=4)),
     "tp2_ep2": (4, ParallelConfig(tp=2, ep=2)),
     "tp2_etp2": (4, ParallelConfig(tp=2, etp=2)),
+    "cp2": (2, ParallelConfig(cp=2)),
 }
 
 # 33 rows of the vocabulary on each of two tp ranks, 17 and 16 of them after FSDP; one sink each, so that half of FSDP's
@@ -132,6 +133,7 @@ def assert_close(ours: State, theirs: State) -> None:
         ("deepseek", "tp2_ep2", "ep4"),
         ("uneven", "tp2_etp2", "fsdp2"),
         ("deepseek", "ep4", "tp2_etp2"),
+        ("uneven", "cp2", "tp2_ep2"),
     ],
 )
 def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path, name: str, writer: str, reader: str) -> None:
