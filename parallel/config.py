@@ -1,6 +1,6 @@
 """Settings of the parallel layout and of what is applied around it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -29,11 +29,33 @@ class ParallelConfig:
     timeout_seconds: int = 600
 
 
+class LayoutError(ValueError):
+    """Sizes that do not fit each other.
+
+    Args:
+        reason: the settings, their values and what they break.
+        hint: the nearest values as far as these settings alone decide.
+        axes: settings of `parallel` that could be changed.
+        multiples: other settings that could be changed, and what they must be a multiple of.
+    """
+
+    def __init__(
+        self, reason: str, hint: str = "", axes: Sequence[str] = (), multiples: Mapping[str, int] | None = None
+    ) -> None:
+        super().__init__(f"{reason}; {hint}." if hint else reason)
+        self.reason, self.hint = reason, hint
+        self.axes, self.multiples = tuple(axes), dict(multiples or {})
+
+
+def divisors(total: int) -> list[int]:
+    """Every divisor, in rising order."""
+    return [d for d in range(1, total + 1) if total % d == 0]
+
+
 def nearest_divisors(total: int, value: int) -> list[int]:
     """The divisors of `total` next to `value`: the largest not above it and the smallest not below it."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    below = [d for d in divisors if d <= value][-1:]
-    above = [d for d in divisors if d >= value][:1]
+    below = [d for d in divisors(total) if d <= value][-1:]
+    above = [d for d in divisors(total) if d >= value][:1]
     return sorted({*below, *above})
 
 

@@ -29,7 +29,7 @@ def build_model(config: Config, mesh: Mesh) -> Transformer:
         )
     master, compute = DTYPES[config.precision.recipe]
     _check_alignment(config, mesh)
-    check_layout(config)
+    check_layout(config, mesh.config)
     model = meta_model(config, master)
     model.head.compile_chunks = config.parallel.compile
     model.sequence = mesh.sequence

@@ -204,6 +204,9 @@ def owns(tensor: Tensor, peers: Peers) -> bool:
     """Whether this rank writes its part of a tensor: one of those that hold the same."""
     if not isinstance(tensor, DTensor):
         return peers.rank == 0
+    # The ranks of its mesh together have all of it. Whatever tp does not split is on several such meshes.
+    if not bool((tensor.device_mesh.mesh == 0).any()):
+        return False
     place = tensor.device_mesh.get_coordinate()
     assert place is not None
     return all(at == 0 for at, kind in zip(place, tensor.placements, strict=True) if isinstance(kind, Replicate))

@@ -1,89 +1,181 @@
-"""Does a model fit a layout? What tensor, expert and context parallelism must divide, before anything is allocated."""
+"""Does a run fit a number of processes? Every size of the layout against model, sequence and batch, before any memory.
 
+What does not fit is told with its reason and the nearest settings with which the same run would start: each of them is
+tried, so that mending one mistake does not lead to the next.
+"""
+
+import copy
 from collections.abc import Iterator
 
 from comms.split_sequence import sequence_unit
-from parallel.config import ParallelConfig, either, nearest_divisors
-from parallel.mesh import check_experts
+from parallel.config import LayoutError, ParallelConfig, divisors, either, nearest_divisors
+from parallel.fsdp import expert_shard_dim
+from parallel.mesh import check_experts, resolve_sizes
 from trainer.config import Config
 from trainer.models.config import ModelConfig
+from trainer.validate import accumulation_steps, resolve_parallel, validate
 
 
-def check_layout(config: Config) -> None:
-    """Check a config whose parallel sizes are settled (`parallel.mesh.resolve_sizes`).
+def fit_layout(config: Config, world_size: int) -> ParallelConfig:
+    """The sizes of a run on `world_size` processes: -1 replaced by what fits, everything checked.
+
+    Raises:
+        ValueError: the first thing that does not fit: the settings, their values and the nearest legal ones.
+    """
+    try:
+        return _fitted(config, world_size)
+    except LayoutError as error:
+        legal = list(_legal_changes(config, world_size, error))
+        other = f"{error.hint}, but other settings must change with it" if error.hint else "no change of one size helps"
+        hint = f"legal, with all else as it is: {' or '.join(legal)}" if legal else other
+        raise ValueError(f"{error.reason}; {hint}") from None
+
+
+def _fitted(config: Config, world_size: int) -> ParallelConfig:
+    parallel = resolve_parallel(config.parallel, config.model.moe.num_experts, world_size)
+    parallel = resolve_sizes(parallel, world_size)
+    check_layout(config, parallel)
+    accumulation_steps(config.train, parallel.dp_replicate * parallel.dp_shard)
+    return parallel
+
+
+def _legal_changes(config: Config, world_size: int, error: LayoutError) -> Iterator[str]:
+    """What to write on the command line: of each setting the nearest value below and above with which the run fits."""
+    for axis in error.axes:
+        now = getattr(config.parallel, axis)
+        values = [value for value in divisors(world_size) if value != now]
+        below, above = [v for v in values if v < now], [v for v in values if v > now]
+        yield from _first_legal(config, world_size, [_axis_change(config, axis, value) for value in below[::-1]])
+        yield from _first_legal(config, world_size, [_axis_change(config, axis, value) for value in above])
+    for key, unit in error.multiples.items():
+        section, _, name = key.rpartition(".")
+        below = getattr(getattr(config, section), name) // unit * unit
+        for value in (below, below + unit):
+            yield from _first_legal(config, world_size, [{key: value}])
+
+
+def _axis_change(config: Config, axis: str, value: int) -> dict[str, int]:
+    """A new size of one axis, and what has to follow it."""
+    parallel = config.parallel
+    changes = {f"parallel.{axis}": value}
+    if axis == "tp" and parallel.etp == parallel.tp > 1:
+        changes["parallel.etp"] = value
+    if axis in ("dp_replicate", "cp", "tp") and parallel.dp_shard != -1:
+        changes["parallel.dp_shard"] = -1
+    return changes
+
+
+def _first_legal(config: Config, world_size: int, candidates: list[dict[str, int]]) -> Iterator[str]:
+    for changes in candidates:
+        changed = copy.deepcopy(config)
+        for key, value in changes.items():
+            section, _, name = key.rpartition(".")
+            setattr(getattr(changed, section), name, value)
+        try:
+            validate(changed)
+            _fitted(changed, world_size)
+        except ValueError:
+            continue
+        yield " ".join(f"{key}={value}" for key, value in changes.items())
+        return
+
+
+def check_layout(config: Config, parallel: ParallelConfig) -> None:
+    """Check model and sequence against sizes that are settled (`parallel.mesh.resolve_sizes`).
 
     Raises:
         ValueError: the first thing that does not divide: the settings, their values and the nearest legal ones.
     """
-    parallel, model = config.parallel, config.model
-    if model.num_dense_layers < model.num_layers:
+    model = config.model
+    if model.num_dense_layers < model.num_layers + model.mtp.depth:
         check_experts(parallel, model.moe.num_experts, model.moe.expert_dim)
-    check_heads(parallel, model)
-    check_split_dims(parallel, model)
+        _check_expert_shards(parallel, model)
+    _check_heads(parallel, model)
+    _check_split_dims(parallel, model)
     unit = sequence_unit(parallel.cp // parallel.ulysses, parallel.ulysses, parallel.tp)
-    seq_len = config.train.seq_len
-    if seq_len % unit:
-        below = seq_len // unit * unit
-        legal = either([length for length in (below, below + unit) if length])
-        raise ValueError(
-            f"train.seq_len={seq_len} cannot be cut into equal parts for parallel.cp={parallel.cp}, "
-            f"parallel.ulysses={parallel.ulysses} and parallel.tp={parallel.tp}; nearest legal train.seq_len: {legal}."
+    if config.train.seq_len % unit:
+        raise LayoutError(
+            f"train.seq_len={config.train.seq_len} cannot be cut into equal parts for parallel.cp={parallel.cp}, "
+            f"parallel.ulysses={parallel.ulysses} and parallel.tp={parallel.tp}",
+            f"it must be a multiple of {unit}",
+            axes=("cp", "tp"),
+            multiples={"train.seq_len": unit},
         )
 
 
-def check_heads(parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Query heads are split over tp and then over Ulysses; key/value heads are shared where there are fewer.
-
-    Raises:
-        ValueError: they do not divide.
-    """
+def _check_heads(parallel: ParallelConfig, model: ModelConfig) -> None:
+    """Query heads are split over tp and then over Ulysses; key/value heads are shared where there are fewer."""
     attention, tp, ulysses = model.attention, parallel.tp, parallel.ulysses
     heads = attention.num_heads
     if heads % tp:
-        legal = either(nearest_divisors(heads, tp))
-        raise ValueError(
-            f"model.attention.num_heads={heads} is not divisible by parallel.tp={tp}; nearest legal: {legal}."
+        raise LayoutError(
+            f"model.attention.num_heads={heads} is not divisible by parallel.tp={tp}",
+            f"nearest legal parallel.tp: {either(nearest_divisors(heads, tp))}",
+            axes=("tp",),
         )
     if heads // tp % ulysses:
-        legal = either(nearest_divisors(heads // tp, ulysses))
-        raise ValueError(
-            f"model.attention.num_heads={heads} / parallel.tp={tp} is not divisible by parallel.ulysses={ulysses}; "
-            f"nearest legal parallel.ulysses: {legal} (the rest of parallel.cp is a ring)."
+        raise LayoutError(
+            f"model.attention.num_heads={heads} / parallel.tp={tp} is not divisible by parallel.ulysses={ulysses} "
+            "(the rest of parallel.cp is a ring)",
+            f"nearest legal parallel.ulysses: {either(nearest_divisors(heads // tp, ulysses))}",
+            axes=("ulysses", "tp"),
         )
-    if attention.kind == "mla":
-        return
-    kv_heads = attention.num_kv_heads
+    if attention.kind == "gqa":
+        _check_kv_heads(parallel, attention.num_kv_heads, shareable=attention.qk_norm != "full")
+
+
+def _check_kv_heads(parallel: ParallelConfig, kv_heads: int, *, shareable: bool) -> None:
+    tp, ulysses = parallel.tp, parallel.ulysses
+    nearest = either(nearest_divisors(kv_heads, tp))
+    if kv_heads % tp and not shareable:
+        raise LayoutError(
+            f"model.attention.num_kv_heads={kv_heads} is not divisible by parallel.tp={tp}, and "
+            "model.attention.qk_norm=full norms all heads together",
+            f"nearest legal parallel.tp: {nearest}",
+            axes=("tp",),
+        )
     if kv_heads % tp and tp % kv_heads:
-        legal = either(nearest_divisors(kv_heads, tp))
-        raise ValueError(
-            f"model.attention.num_kv_heads={kv_heads} and parallel.tp={tp}: one must divide the other; nearest legal "
-            f"parallel.tp: {legal}."
-        )
-    if kv_heads % tp and attention.qk_norm == "full":
-        raise ValueError(
-            f"model.attention.num_kv_heads={kv_heads} is not divisible by parallel.tp={tp}, and qk_norm=full norms all "
-            f"heads together; nearest legal parallel.tp: {either(nearest_divisors(kv_heads, tp))}."
+        raise LayoutError(
+            f"model.attention.num_kv_heads={kv_heads} and parallel.tp={tp}: one must divide the other",
+            f"nearest legal parallel.tp: {nearest}",
+            axes=("tp",),
         )
     own = max(kv_heads // tp, 1)
     if own % ulysses and ulysses % own:
-        raise ValueError(
-            f"model.attention.num_kv_heads={kv_heads} / parallel.tp={tp} = {own} and parallel.ulysses={ulysses}: one "
-            f"must divide the other; nearest legal parallel.ulysses: {either(nearest_divisors(own, ulysses))}."
+        raise LayoutError(
+            f"model.attention.num_kv_heads={kv_heads} over parallel.tp={tp} leaves {own} to a rank, and "
+            f"parallel.ulysses={ulysses}: one must divide the other",
+            f"nearest legal parallel.ulysses: {either(nearest_divisors(own, ulysses))}",
+            axes=("ulysses", "tp"),
         )
 
 
-def check_split_dims(parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Raises ValueError if the vocabulary or a dense layer's hidden units cannot be split over tp."""
-    for key, size in _split_dims(model):
+def _check_split_dims(parallel: ParallelConfig, model: ModelConfig) -> None:
+    """The vocabulary and a dense layer's hidden units are split over tp."""
+    sizes = {"model.vocab_size": model.vocab_size}
+    if model.num_dense_layers:
+        sizes["model.ffn_dim"] = model.ffn_dim
+    for key, size in sizes.items():
         if size % parallel.tp:
-            below = size // parallel.tp * parallel.tp
-            legal = either([value for value in (below, below + parallel.tp) if value])
-            raise ValueError(
-                f"{key}={size} is not divisible by parallel.tp={parallel.tp}; nearest legal {key}: {legal}."
+            raise LayoutError(
+                f"{key}={size} is not divisible by parallel.tp={parallel.tp}",
+                f"nearest legal parallel.tp: {either(nearest_divisors(size, parallel.tp))}",
+                axes=("tp",),
+                multiples={key: parallel.tp},
             )
 
 
-def _split_dims(model: ModelConfig) -> Iterator[tuple[str, int]]:
-    yield "model.vocab_size", model.vocab_size
-    if model.num_dense_layers:
-        yield "model.ffn_dim", model.ffn_dim
+def _check_expert_shards(parallel: ParallelConfig, model: ModelConfig) -> None:
+    """FSDP has to cut the experts of a rank evenly, unless all ranks have all experts."""
+    if parallel.ep * parallel.tp == 1:
+        return
+    ranks = parallel.dp_shard * parallel.cp * parallel.tp // (parallel.ep * parallel.etp)
+    experts, hidden = model.moe.num_experts // parallel.ep, model.moe.expert_dim // parallel.etp
+    try:
+        expert_shard_dim((experts, 2, hidden, model.dim), ranks)
+        expert_shard_dim((experts, model.dim, hidden), ranks)
+        if model.moe.linear_bias:
+            expert_shard_dim((experts, 2, hidden), ranks)
+            expert_shard_dim((experts, model.dim), ranks)
+    except ValueError as error:
+        raise LayoutError(str(error).removesuffix("."), axes=("ep", "dp_replicate")) from None

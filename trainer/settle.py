@@ -4,13 +4,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from parallel.mesh import resolve_sizes
 from trainer.config import Config
-from trainer.layout import check_layout
+from trainer.layout import fit_layout
 from trainer.peers import Peers
 from trainer.run import RunFolder, make_folder, new_run_id, prepare_run_folder, resolve_run_id
 from trainer.run_lock import WAIT_SECONDS, RunLock
-from trainer.validate import accumulation_steps, resolve_parallel
 
 
 def settle(config: Config, peers: Peers) -> Config:
@@ -19,10 +17,7 @@ def settle(config: Config, peers: Peers) -> Config:
     Raises:
         ValueError: sizes that do not multiply to the world size, or do not divide what they must.
     """
-    parallel = resolve_parallel(config.parallel, config.model.moe.num_experts, peers.size)
-    parallel = resolve_sizes(parallel, peers.size)
-    accumulation_steps(config.train, parallel.dp_replicate * parallel.dp_shard)
-    check_layout(dataclasses.replace(config, parallel=parallel))
+    parallel = fit_layout(config, peers.size)
     run_id = resolve_run_id(config) or peers.from_rank0(new_run_id)
     return dataclasses.replace(config, parallel=parallel, run=dataclasses.replace(config.run, id=run_id))
 

@@ -1,8 +1,7 @@
 """Checks of a composed config that need no device and no process group: they run before anything is allocated.
 
 Single values are checked against trainer/choices.py, then what must fit together. Every message names the settings,
-their values and the nearest legal choice. What depends on the number of processes is in `resolve_parallel` and
-`accumulation_steps`; sizes of mesh axes are checked by parallel/mesh.py.
+their values and the nearest legal choice. What depends on the number of processes is checked by trainer/layout.py.
 """
 
 import dataclasses

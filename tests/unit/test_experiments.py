@@ -13,14 +13,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moe.experts import GroupedExperts
-from parallel.fsdp import expert_shard_dim
-from parallel.mesh import resolve_sizes
 from trainer.compose import compose, group_options
 from trainer.config import Config
+from trainer.layout import fit_layout
 from trainer.models.families import MODEL_DIR
 from trainer.models.transformer import Transformer, count_parameters
-from trainer.validate import accumulation_steps, resolve_parallel
 
 BENCHES = {"qwen3_30b_a3b_bench": "qwen3_30b_a3b", "deepseek_v3_16b_bench": "deepseek_v3_16b"}
 
@@ -87,8 +84,7 @@ def test_demo_has_two_to_four_million_parameters() -> None:
 @pytest.mark.parametrize("name", ["demo", *BENCHES])
 def test_small_experiments_run_on_the_two_ranks_they_name(name: str) -> None:
     config = experiment(name)
-    parallel = resolve_sizes(resolve_parallel(config.parallel, config.model.moe.num_experts, 2), 2)
-    assert accumulation_steps(config.train, parallel.dp_replicate * parallel.dp_shard) >= 1
+    fit_layout(config, 2)
     assert states_gb(config, 2) < 141
 
 
@@ -119,11 +115,6 @@ def states_gb(config: Config, ranks: int) -> float:
     return 16 * weights / ranks / 1e9
 
 
-def expert_shapes(config: Config) -> list[torch.Size]:
-    with torch.device("meta"):
-        return [parameter.shape for parameter in GroupedExperts(config.model.moe, config.model.dim).parameters()]
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_commands_in_the_header_fit_the_gpus_they_name(name: str) -> None:
     """Sizes divide, each command starts as many ranks as its line says, and their states leave memory for the rest."""
@@ -138,13 +129,10 @@ def test_commands_in_the_header_fit_the_gpus_they_name(name: str) -> None:
         assert launcher == (torchrun if nodes == 1 else f"sbatch --nodes={nodes} scripts/slurm/train.sbatch")
         assert words.split()[0] == f"experiment={name}"
         config = compose(words.split())
-        num_experts = config.model.moe.num_experts
-        parallel = resolve_sizes(resolve_parallel(config.parallel, num_experts, layout.gpus), layout.gpus)
-        assert num_experts % parallel.ep == 0
-        for shape in expert_shapes(config):
-            expert_shard_dim((shape[0] // parallel.ep, *shape[1:]), parallel.dp_shard // parallel.ep)
-        assert accumulation_steps(config.train, parallel.dp_replicate * parallel.dp_shard) >= 1
-        states = total_gb(f"model.num_layers={config.model.num_layers}") / parallel.dp_shard
+        parallel = fit_layout(config, layout.gpus)
+        # tp splits nearly all that FSDP does not.
+        holders = parallel.dp_shard * parallel.cp * parallel.tp
+        states = total_gb(f"model.num_layers={config.model.num_layers}") / holders
         assert states < 0.8 * layout.gb
         assert layout.states in (None, round(states)), layout.command
 
