@@ -48,7 +48,7 @@ def settle(config: Config, num_processes: int) -> Layout:
         ValueError: the sizes do not fit the processes or the model: fields, values, nearest legal ones.
     """
     parallel = resolve_sizes(config.parallel, num_processes)
-    check_layout(replace(config, parallel=parallel))
+    check_layout(config, parallel)
     return Layout(num_processes, parallel)
 
 
