@@ -1,6 +1,7 @@
 """Joining the other processes of a run, and leaving them."""
 
 import datetime
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -8,7 +9,9 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor._redistribute as redistribute
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 @contextmanager
@@ -34,6 +37,26 @@ def process_group(timeout_seconds: int) -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def temporary_groups() -> Iterator[None]:
+    """Ends whatever groups are made inside: each has threads of its own, and those of many layouts stop a machine.
+
+    Nothing that was laid out inside can be used afterwards.
+    """
+    groups = dist.distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
+    before = set(groups)
+    try:
+        yield
+    finally:
+        for group in set(groups) - before:
+            dist.destroy_process_group(group)
+        # DTensor remembers plans by the sizes of a mesh, and with them the mesh that had these sizes first.
+        _clear_sharding_prop_cache()
+        redistribute._gen_transform_infos.cache_clear()
+        # Meshes and their groups refer to each other.
+        gc.collect()
 
 
 def _device() -> torch.device:

@@ -12,7 +12,6 @@ that has imported them. The functions must live at module level: they are pickle
 
 import atexit
 import contextlib
-import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -24,7 +23,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from parallel.process_group import process_group
 
@@ -163,13 +161,3 @@ def _work(rank: int, world_size: int, port: int, device: str, pipe: Connection) 
                 pipe.send((True, function(*args)))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
-            _drop_groups()
-
-
-def _drop_groups() -> None:
-    """Ends the groups that a function made for its meshes: each has threads, and thousands would stop the machine."""
-    for group in list(dist.distributed_c10d._world.pg_map):  # pyright: ignore[reportPrivateUsage]
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    # Meshes and their groups refer to each other.
-    gc.collect()
