@@ -252,7 +252,7 @@ def _dequantize_triton(values: Tensor, scales: Tensor, out: Tensor, row_block: i
         )  # type: ignore[arg-type]
 
 
-# Parts for kernels, here and elsewhere: int32 bits in, int32 codes out.
+# Parts for kernels, here and elsewhere: int32 bits in, e4m3 bytes out.
 
 
 @triton.jit
@@ -279,7 +279,7 @@ def encode_bits(bits, scale, FROM_FP32: tl.constexpr):
     factor = tl.where(scale == 0, 0, factor)
     factor = tl.where(scale >= 254, tl.where(scale == 255, 0x7FC00000, 0x00400000), factor)
     limit = tl.where(scale == 255, 0x07F00000, 0x07E00000)
-    sign = tl.where(scale == 255, 0, 0x80)
+    sign = tl.where(scale == 255, 0, -0x80000000)
     if FROM_FP32:
         x = ((bits | ((bits & 0xFFF) + 0xFFF)) & -4096).to(tl.float32, bitcast=True)
     else:
@@ -287,7 +287,9 @@ def encode_bits(bits, scale, FROM_FP32: tl.constexpr):
     # 2^-120, in two steps: the product of both factors is no fp32 number.
     y = (x * factor.to(tl.float32, bitcast=True)) * 7.52316384526264e-37
     magnitude = tl.minimum(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, limit)
-    return ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) | ((bits >> 24) & sign)
+    # The code in the topmost byte: taking that byte is part of packing bytes, where a shift would cost an instruction.
+    top = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) << 4) | (bits & sign)
+    return (top.to(tl.uint32, bitcast=True) >> 24).to(tl.uint8)
 
 
 @triton.jit
@@ -341,7 +343,7 @@ def _quantize_kernel(
         amax = tl.max(amax, axis=0, keep_dims=True)
     scale = scale_byte(amax)
     code = encode_bits(bits, scale[:, :, None], FROM_FP32=x.dtype.element_ty == tl.int32)
-    tl.store(values + matrix * values_matrix + row[:, None, None] * values_row + column, code.to(tl.uint8), mask=inside)
+    tl.store(values + matrix * values_matrix + row[:, None, None] * values_row + column, code, mask=inside)
     scales += matrix * scales_matrix
     if ROW_BLOCK > 1:
         scale_row = (tl.program_id(0) // tiles).to(tl.int64) + tl.zeros([1], dtype=tl.int64)

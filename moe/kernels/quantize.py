@@ -213,7 +213,7 @@ def _gathered_kernel(
 
     blocks = tl.reshape(bits, [PLACE_BLOCKS, BLOCK, TILE_COLUMNS])
     scale = scale_byte(tl.max(blocks & 0x7FFFFFFF, axis=1))
-    code = tl.reshape(encode_bits(blocks, scale[:, None, :], FP32).to(tl.uint8), [TILE_PLACES, TILE_COLUMNS])
+    code = tl.reshape(encode_bits(blocks, scale[:, None, :], FP32), [TILE_PLACES, TILE_COLUMNS])
     out = (matrix * width + column).to(tl.int64)[:, None] * size + place[None, :]
     tl.store(values + out, tl.trans(code), mask=(column < width)[:, None] & (place < size)[None, :])
     block = first_place // BLOCK + tl.arange(0, PLACE_BLOCKS)
@@ -223,7 +223,7 @@ def _gathered_kernel(
     if ROWS:
         blocks = tl.reshape(bits, [TILE_PLACES, COLUMN_BLOCKS, BLOCK])
         scale = scale_byte(tl.max(blocks & 0x7FFFFFFF, axis=2))
-        code = tl.reshape(encode_bits(blocks, scale[:, :, None], FP32).to(tl.uint8), [TILE_PLACES, TILE_COLUMNS])
+        code = tl.reshape(encode_bits(blocks, scale[:, :, None], FP32), [TILE_PLACES, TILE_COLUMNS])
         out = (matrix * size + place).to(tl.int64)[:, None] * width + column[None, :]
         tl.store(row_values + out, code, mask=(place < size)[:, None] & (column < width)[None, :])
         block = first_column // BLOCK + tl.arange(0, COLUMN_BLOCKS)
