@@ -29,7 +29,9 @@ from torch import Tensor
 from comms.kernels.codec import encode_bits, load_bits, quantize_reference, scale_byte, word_view
 
 BLOCK = 32
-TILE_PLACES, TILE_COLUMNS = 128, 64
+TILE_PLACES = 128
+# A thread of the wide tile holds eight columns of 32 rows in its registers; with rows coded too, they would spill.
+WIDE_COLUMNS, COLUMNS = 256, 64
 
 
 def num_places(num_pairs: int, num_experts: int, align: int) -> int:
@@ -163,7 +165,8 @@ def _launch(x: Tensor, places_Q: Tensor | None, rows: tuple[Tensor, ...], column
     if values.numel() == 0:
         return
     row_values, row_scales = (out if out.dim() == 3 else out[None] for out in rows) if rows else (values, scales)
-    tiles = triton.cdiv(width, TILE_COLUMNS) * triton.cdiv(size, TILE_PLACES)
+    columns_of_tile = COLUMNS if rows or width < WIDE_COLUMNS else WIDE_COLUMNS
+    tiles = triton.cdiv(width, columns_of_tile) * triton.cdiv(size, TILE_PLACES)
     with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():
         _gathered_kernel[(tiles, num)](
             *(x, places_Q, row_values.view(torch.uint8), row_scales, values.view(torch.uint8), scales),
@@ -172,7 +175,7 @@ def _launch(x: Tensor, places_Q: Tensor | None, rows: tuple[Tensor, ...], column
             ROWS=bool(rows),
             BLOCK=BLOCK,
             TILE_PLACES=TILE_PLACES,
-            TILE_COLUMNS=TILE_COLUMNS,
+            TILE_COLUMNS=columns_of_tile,
         )  # type: ignore[arg-type]
 
 
@@ -202,33 +205,37 @@ def _gathered_kernel(
     matrix = tl.program_id(1).to(tl.int64)
     first_place = (tl.program_id(0) // tiles) * TILE_PLACES
     first_column = (tl.program_id(0) % tiles) * TILE_COLUMNS
-    place = first_place + tl.arange(0, TILE_PLACES)
-    column = first_column + tl.arange(0, TILE_COLUMNS)
+    column = (first_column + tl.arange(0, TILE_COLUMNS))[None, None, :]
+    # As (row within its block, block, column), each thread holds whole blocks of rows: no exchange, no spare scales.
+    place = first_place + tl.arange(0, BLOCK)[:, None] + BLOCK * tl.arange(0, PLACE_BLOCKS)[None, :]
     if GATHER:
         row = tl.load(places + place, mask=place < size, other=-1)
     else:
         row = tl.where(place < size, place, -1)
-    inside = (row >= 0)[:, None] & (column < width)[None, :]
-    bits = load_bits(x + matrix * x_matrix + row.to(tl.int64)[:, None] * x_row + column[None, :], inside)
+    row, place = row[:, :, None], place[:, :, None]
+    bits = load_bits(x + matrix * x_matrix + row.to(tl.int64) * x_row + column, (row >= 0) & (column < width))
 
-    blocks = tl.reshape(bits, [PLACE_BLOCKS, BLOCK, TILE_COLUMNS])
-    scale = scale_byte(tl.max(blocks & 0x7FFFFFFF, axis=1))
-    code = tl.reshape(encode_bits(blocks, scale[:, None, :], FP32), [TILE_PLACES, TILE_COLUMNS])
-    out = (matrix * width + column).to(tl.int64)[:, None] * size + place[None, :]
-    tl.store(values + out, tl.trans(code), mask=(column < width)[:, None] & (place < size)[None, :])
+    scale = scale_byte(tl.max(bits & 0x7FFFFFFF, axis=0))
+    code = tl.permute(encode_bits(bits, scale[None, :, :], FP32), (2, 1, 0))
+    column_1 = first_column + tl.arange(0, TILE_COLUMNS)
+    place_1 = first_place + tl.arange(0, TILE_PLACES)
+    out = (matrix * width + column_1).to(tl.int64)[:, None] * size + place_1[None, :]
+    inside = (column_1 < width)[:, None] & (place_1 < size)[None, :]
+    tl.store(values + out, tl.reshape(code, [TILE_COLUMNS, TILE_PLACES]), mask=inside)
     block = first_place // BLOCK + tl.arange(0, PLACE_BLOCKS)
-    out = (matrix * width + column).to(tl.int64)[:, None] * (size // BLOCK) + block[None, :]
-    tl.store(scales + out, tl.trans(scale.to(tl.uint8)), mask=(column < width)[:, None] & (block * BLOCK < size)[None, :])
+    out = (matrix * width + column_1).to(tl.int64)[:, None] * (size // BLOCK) + block[None, :]
+    inside = (column_1 < width)[:, None] & (block * BLOCK < size)[None, :]
+    tl.store(scales + out, tl.trans(scale.to(tl.uint8)), mask=inside)
 
     if ROWS:
-        blocks = tl.reshape(bits, [TILE_PLACES, COLUMN_BLOCKS, BLOCK])
-        scale = scale_byte(tl.max(blocks & 0x7FFFFFFF, axis=2))
-        code = tl.reshape(encode_bits(blocks, scale[:, :, None], FP32), [TILE_PLACES, TILE_COLUMNS])
-        out = (matrix * size + place).to(tl.int64)[:, None] * width + column[None, :]
-        tl.store(row_values + out, code, mask=(place < size)[:, None] & (column < width)[None, :])
-        block = first_column // BLOCK + tl.arange(0, COLUMN_BLOCKS)
-        out = (matrix * size + place).to(tl.int64)[:, None] * tl.cdiv(width, BLOCK) + block[None, :]
-        tl.store(row_scales + out, scale.to(tl.uint8), mask=(place < size)[:, None] & (block * BLOCK < width)[None, :])
+        blocks = tl.reshape(bits, [BLOCK, PLACE_BLOCKS, COLUMN_BLOCKS, BLOCK])
+        scale = scale_byte(tl.max(blocks & 0x7FFFFFFF, axis=3))
+        code = tl.reshape(encode_bits(blocks, scale[:, :, :, None], FP32), [BLOCK, PLACE_BLOCKS, TILE_COLUMNS])
+        inside = (place < size) & (column < width)
+        tl.store(row_values + (matrix * size + place).to(tl.int64) * width + column, code, mask=inside)
+        block = (first_column // BLOCK + tl.arange(0, COLUMN_BLOCKS))[None, None, :]
+        out = (matrix * size + place).to(tl.int64) * tl.cdiv(width, BLOCK) + block
+        tl.store(row_scales + out, scale.to(tl.uint8), mask=(place < size) & (block * BLOCK < width))
 
 
 @triton.jit
