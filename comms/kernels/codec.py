@@ -95,7 +95,7 @@ def quantize(x: Tensor, row_block: int, block: int) -> tuple[Tensor, Tensor]:
     if not _on_triton(x):
         return quantize_reference(x, row_block, block)
     values, scales = _empty_coded(x, row_block, block)
-    three = (-1, *x.shape[-2:]) if x.dim() == 3 else (1, *x.shape)
+    three = x.shape if x.dim() == 3 else (1, *x.shape)
     _quantize_triton(x.reshape(three), values.view(three), scales.view(three[0], *scales.shape[-2:]), row_block, block)
     return values, scales
 
