@@ -1,10 +1,11 @@
-"""e4m3 values with one power-of-two scale per block: the codec of MXFP8 (1 x 32), FP8 blocks (1 x 128, 128 x 128), the wire.
+"""e4m3 values with one power-of-two scale per block: MXFP8 (1 x 32), FP8 (1 x 128, 128 x 128) and the wire record.
 
     x = values * 2^(scales - 127), scales being e8m0 bytes
 
 The scale is the smallest power of two with amax / scale <= 448 (RCEIL), so no finite value saturates. It is found
-exactly, on the bits: amax = 1.m * 2^(e - 127) gives e - 8, plus one if m > 0.75. Bytes equal torchao's `to_mx(RCEIL)` for
-every bf16 input; of fp32 inputs torchao saturates an amax just above 448 * 2^k, because its ceil(log2) runs in fp32.
+exactly, on the bits: amax = 1.m * 2^(e - 127) gives e - 8, plus one if 1.m > 1.75. Bytes equal torchao's
+`to_mx(RCEIL)` for every bf16 input; of fp32 inputs torchao saturates an amax just above 448 * 2^k, because its
+ceil(log2) runs in fp32.
 
 Values are rounded to nearest even on their bits: Triton's interpreter casts e4m3 wrongly, so this alone makes compiled,
 interpreted and plain PyTorch bytes equal. e4m3 is fp32 shifted by 20 bits once y is multiplied by 2^-120: subnormals of
@@ -27,7 +28,7 @@ Shape suffixes: N matrices, R rows, D row width, S scales per row, B bytes of on
 
 # Kernels are written in Triton's language, which has no types.
 # pyright: basic
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 
 import os
 

@@ -1,4 +1,4 @@
-"""The quantizers' kernels against plain PyTorch, byte for byte; how this folder is run: tests/interpreter/test_kernels.py."""
+"""The quantizers' kernels against plain PyTorch, byte for byte. Run like tests/interpreter/test_kernels.py."""
 
 import os
 
@@ -104,7 +104,9 @@ def test_records_in_a_wider_buffer(width, block) -> None:
     expected[:, 16 + width : 16 + width + scales.shape[1]] = scales
     assert torch.equal(buffer, expected)
     views = codec.split_record(buffer[:, 16 : 16 + size], width, block)
-    assert_same((dequantize(*views, 1, block, torch.bfloat16),), (dequantize(values, scales, 1, block, torch.bfloat16),))
+    assert_same(
+        (dequantize(*views, 1, block, torch.bfloat16),), (dequantize(values, scales, 1, block, torch.bfloat16),)
+    )
 
 
 @pytest.mark.parametrize("counts", [[70], [0, 33, 0, 100, 7], [0, 0, 0], [64, 1] * 9])
