@@ -56,12 +56,14 @@ class Quantized(NamedTuple):
 
 def mxfp8_rows(x: Tensor) -> Quantized:
     """MXFP8 along the last dim of bf16 or fp32 (R, D) or (N, R, D)."""
-    return Quantized(*quantize(x, 1, 32), 1, 32)
+    values, scales = quantize(x, 1, 32)
+    return Quantized(values, scales, 1, 32)
 
 
 def mxfp8_columns(x: Tensor, places_Q: Tensor | None = None) -> Quantized:
     """MXFP8 of the transpose (..., D, Q): blocks of 32 gathered rows. `pad_groups` makes the places."""
-    return Quantized(*quantize_columns(x, places_Q), 1, 32)
+    values, scales = quantize_columns(x, places_Q)
+    return Quantized(values, scales, 1, 32)
 
 
 def mxfp8_both(x: Tensor, places_Q: Tensor | None = None) -> tuple[Quantized, Quantized]:
@@ -72,12 +74,14 @@ def mxfp8_both(x: Tensor, places_Q: Tensor | None = None) -> tuple[Quantized, Qu
 
 def fp8_rows(x: Tensor) -> Quantized:
     """FP8 with a power-of-two scale for 1 x 128: activations of `fp8_blockwise`."""
-    return Quantized(*quantize(x, 1, 128), 1, 128)
+    values, scales = quantize(x, 1, 128)
+    return Quantized(values, scales, 1, 128)
 
 
 def fp8_squares(w: Tensor) -> Quantized:
     """FP8 with a power-of-two scale for 128 x 128: weights (O, I) or (E, O, I). The transpose has the same blocks."""
-    return Quantized(*quantize(w, 128, 128), 128, 128)
+    values, scales = quantize(w, 128, 128)
+    return Quantized(values, scales, 128, 128)
 
 
 def swizzled_shape(rows: int, num_scales: int) -> tuple[int, int]:

@@ -5,8 +5,8 @@
     python scripts/bench_quantize.py --dry-run                     tiny sizes on the CPU
     python scripts/bench_quantize.py --json                        the result as JSON, on standard output
 
-Inputs are bf16. Every round runs each form a few times in a row; a time is the median over rounds. Bytes are what a form
-must read and write once: its inputs, and its outputs with scales and padding. `ratio` is its GB/s over the copy's.
+Inputs are bf16. Every round runs each form a few times in a row; a time is the median over rounds. Bytes are what a
+form must read and write once: its inputs, and its outputs with scales and padding. `ratio` is its GB/s over the copy's.
 
 The result goes into benchmarks/quantize_CARD.json, one entry per set of sizes. Exit code: 0 done, 2 wrong usage.
 """
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from comms.kernels.codec import pack_rows, unpack_rows
 from moe.kernels.quantize import pad_groups
 from moe.quantize import fp8_rows, fp8_squares, mxfp8_both, mxfp8_columns, mxfp8_rows
-from scripts.bench_train import commit, probe
+from scripts.bench_train import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 10
@@ -41,19 +41,17 @@ Form = tuple[Callable[[], Any], list[Tensor]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write and show; returns the exit code."""
     arguments = parse_arguments(argv)
-    machine = probe()
-    if arguments.dry_run:
-        machine.update(card="cpu", gpus=0)
-    elif not machine["gpus"]:
+    if not arguments.dry_run and not torch.cuda.is_available():
         print("error: no GPU found; --dry-run tries the program on the CPU", file=sys.stderr)
         return 2
-    out = result_file(arguments, machine)
+    card = "cpu" if arguments.dry_run else torch.cuda.get_device_name()
+    out = result_file(arguments, card)
     try:
         earlier = read_results(out) if out is not None and out.exists() else {}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    result = {**describe(arguments, machine), "forms": measure(arguments)}
+    result = {**describe(arguments, card), "forms": measure(arguments)}
     if out is not None:
         name = f"{arguments.rows}_{arguments.width}_{arguments.experts}_experts"
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -86,11 +84,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def result_file(arguments: argparse.Namespace, machine: dict[str, Any]) -> Path | None:
+def result_file(arguments: argparse.Namespace, card: str) -> Path | None:
     """Where the result goes; None: nowhere."""
     if arguments.dry_run and arguments.out is None:
         return None
-    card = re.sub(r"[^a-z0-9]+", "_", machine["card"].lower().removeprefix("nvidia "))
+    card = re.sub(r"[^a-z0-9]+", "_", card.lower().removeprefix("nvidia "))
     return arguments.out or ROOT / "benchmarks" / f"quantize_{card}.json"
 
 
@@ -109,7 +107,7 @@ def read_results(file: Path) -> dict[str, Any]:
     return results
 
 
-def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+def describe(arguments: argparse.Namespace, card: str) -> dict[str, Any]:
     """What was measured, where, and with which code."""
     return {
         "rows": arguments.rows,
@@ -117,9 +115,9 @@ def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str
         "experts": arguments.experts,
         "rounds": arguments.rounds,
         "dry_run": arguments.dry_run,
-        "card": machine["card"],
-        "torch": machine["torch"],
-        "cuda": machine["cuda"],
+        "card": card,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
         "commit": arguments.commit or commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -208,8 +206,8 @@ def time_once(work: Callable[[], Any], *, cuda: bool) -> float:
 def table(result: dict[str, Any]) -> str:
     """The result for a person: one line per form."""
     lines = [
-        f"{result['rows']} x {result['width']}, {result['experts']} experts, {result['card']}, torch {result['torch']}, "
-        f"{result['commit'][:12]}",
+        f"{result['rows']} x {result['width']}, {result['experts']} experts, {result['card']}, "
+        f"torch {result['torch']}, {result['commit'][:12]}",
         f"{'':18}{'us':>10}{'GB/s':>10}{'ratio':>8}",
     ]
     for name, found in result["forms"].items():

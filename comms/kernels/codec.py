@@ -31,6 +31,7 @@ Shape suffixes: N matrices, R rows, D row width, S scales per row, B bytes of on
 # ruff: noqa: ANN001, ANN201, ANN202
 
 import os
+from typing import Any
 
 import torch
 import triton
@@ -210,8 +211,13 @@ def word_view(x: Tensor) -> Tensor:
 
 
 def _tile(width: int, row_block: int, block: int) -> tuple[int, int]:
-    columns = max(block, min(TILE_COLUMNS, triton.next_power_of_2(width)))
+    columns = max(block, min(TILE_COLUMNS, int(triton.next_power_of_2(width))))
     return (row_block, block) if row_block > 1 else (TILE // columns, columns)
+
+
+def _constants(row_block: int, block: int, tile_rows: int, tile_columns: int) -> dict[str, Any]:
+    sizes = {"ROW_BLOCK": row_block, "BLOCK": block, "TILE_ROWS": tile_rows, "TILE_COLUMNS": tile_columns}
+    return {**sizes, "num_warps": 4 if tile_rows * tile_columns == TILE else 8}
 
 
 def _quantize_triton(x: Tensor, values: Tensor, scales: Tensor, row_block: int, block: int, padding: int = 0) -> None:
@@ -225,12 +231,8 @@ def _quantize_triton(x: Tensor, values: Tensor, scales: Tensor, row_block: int, 
         _quantize_kernel[grid](
             *(x, values, scales, rows, width, padding),
             *(x.stride(0), x.stride(1), values.stride(0), values.stride(1), scales.stride(0), scales.stride(1)),
-            ROW_BLOCK=row_block,
-            BLOCK=block,
-            TILE_ROWS=tile_rows,
-            TILE_COLUMNS=tile_columns,
-            num_warps=8 if row_block > 1 else 4,
-        )  # type: ignore[arg-type]
+            **_constants(row_block, block, tile_rows, tile_columns),
+        )
 
 
 def _dequantize_triton(values: Tensor, scales: Tensor, out: Tensor, row_block: int, block: int) -> None:
@@ -246,11 +248,8 @@ def _dequantize_triton(values: Tensor, scales: Tensor, out: Tensor, row_block: i
         _dequantize_kernel[grid](
             *(values, scales, out, rows, width),
             *(values.stride(0), values.stride(1), scales.stride(0), scales.stride(1), out.stride(0), out.stride(1)),
-            ROW_BLOCK=row_block,
-            BLOCK=block,
-            TILE_ROWS=tile_rows,
-            TILE_COLUMNS=tile_columns,
-        )  # type: ignore[arg-type]
+            **_constants(row_block, block, tile_rows, tile_columns),
+        )
 
 
 # Parts for kernels, here and elsewhere: int32 bits in, e4m3 bytes out.

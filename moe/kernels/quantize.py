@@ -20,6 +20,7 @@ N matrices.
 # ruff: noqa: ANN001, ANN202
 
 import os
+from typing import Any
 
 import torch
 import triton
@@ -167,16 +168,14 @@ def _launch(x: Tensor, places_Q: Tensor | None, rows: tuple[Tensor, ...], column
     row_values, row_scales = (out if out.dim() == 3 else out[None] for out in rows) if rows else (values, scales)
     columns_of_tile = COLUMNS if rows or width < WIDE_COLUMNS else WIDE_COLUMNS
     tiles = triton.cdiv(width, columns_of_tile) * triton.cdiv(size, TILE_PLACES)
+    constants: dict[str, Any] = {"BLOCK": BLOCK, "TILE_PLACES": TILE_PLACES, "TILE_COLUMNS": columns_of_tile}
+    constants |= {"GATHER": places_Q is not None, "ROWS": bool(rows)}
     with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():
         _gathered_kernel[(tiles, num)](
             *(x, places_Q, row_values.view(torch.uint8), row_scales, values.view(torch.uint8), scales),
             *(size, width, x.stride(0), x.stride(1)),
-            GATHER=places_Q is not None,
-            ROWS=bool(rows),
-            BLOCK=BLOCK,
-            TILE_PLACES=TILE_PLACES,
-            TILE_COLUMNS=columns_of_tile,
-        )  # type: ignore[arg-type]
+            **constants,
+        )
 
 
 @triton.jit

@@ -23,6 +23,9 @@ from moe.kernels.quantize import (
     quantize_columns,
 )
 
+# NaN and Inf are among the inputs.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in multiply:RuntimeWarning")
+
 DTYPES = [torch.bfloat16, torch.float32]
 BLOCKS = [(1, 32), (1, 128), (128, 128)]
 
