@@ -29,7 +29,7 @@ def _outputs_start_poisoned():
 
 
 def awkward(dtype: torch.dtype, rows: int, width: int) -> Tensor:
-    """On the CPU: any bits in some columns (NaN and Inf too), small numbers elsewhere, a row of zeros, a subnormal one."""
+    """On the CPU: any bits in some columns (NaN and Inf too), small numbers elsewhere, a row of zeros."""
     generator = torch.Generator().manual_seed(width)
     bits = torch.randint(-(2**31), 2**31, (rows, width), generator=generator).to(torch.int32)
     x = torch.randn(rows, width, generator=generator) * 2.0 ** torch.randint(-20, 1, (rows, width), generator=generator)
@@ -71,6 +71,18 @@ def test_every_bf16_value() -> None:
         amax = (values.abs() * 2.0**doublings).clamp(max=3e38)
         x = torch.stack([values, amax], 1).repeat_interleave(16, 1).bfloat16()
         assert_same(quantize(x.cuda(), 1, 32), quantize_reference(x, 1, 32))
+
+
+def test_fp32_rounds_once() -> None:
+    """Just above the middle of two codes, also where the product is a subnormal of fp32."""
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = (codes[:-1] + codes[1:]) / 2
+    x = torch.full((middle.numel(), 32), 448.0)
+    x[:, 3], x[:, 4] = torch.nextafter(middle, x[:, 0]), -torch.nextafter(middle, x[:, 0] * 0)
+    found = quantize(x.cuda(), 1, 32)
+    assert_same(found, quantize_reference(x, 1, 32))
+    code = torch.arange(0x7E, dtype=torch.uint8)
+    assert torch.equal(found[0].cpu().view(torch.uint8)[:, 3:5], torch.stack([code + 1, code | 0x80], 1))
 
 
 def test_every_code_under_every_scale() -> None:

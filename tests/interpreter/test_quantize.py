@@ -79,6 +79,18 @@ def test_several_matrices_and_none() -> None:
     assert quantize(x[:, :0], 1, 32)[1].shape == (3, 0, 5)
 
 
+def test_fp32_rounds_once() -> None:
+    """Just above the middle of two codes, also where the product is a subnormal of fp32."""
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = (codes[:-1] + codes[1:]) / 2
+    x = torch.full((middle.numel(), 32), 448.0)
+    x[:, 3], x[:, 4] = torch.nextafter(middle, x[:, 0]), -torch.nextafter(middle, x[:, 0] * 0)
+    found = quantize(x, 1, 32)
+    assert_same(found, quantize_reference(x, 1, 32))
+    code = torch.arange(0x7E, dtype=torch.uint8)
+    assert torch.equal(found[0].cpu().view(torch.uint8)[:, 3:5], torch.stack([code + 1, code | 0x80], 1))
+
+
 def test_every_code_under_every_scale() -> None:
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).repeat(256, 1)
     scales = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8)
