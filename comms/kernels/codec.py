@@ -19,7 +19,7 @@ rounding to an fp32 subnormal would come before, and on top of, the rounding to 
 
 A wire record is one row's values, then its scales, then zeros up to a multiple of 16 bytes:
 
-    D = 4, block = 2: x = [448, 1, -3.5, 0] -> 7E 38 | FE 00 | 7F 78 | 00 x 10
+    D = 4, block = 2: x = [448, 1, -3.5, 0] -> 7E 38 FE 00 | 7F 78 | 00 x 10
 
 Rows are coded one by one, so moving records or moving rows first is the same, byte for byte.
 
