@@ -1,0 +1,259 @@
+"""MXFP8 along the rows of each group after a gather, alone or together with MXFP8 along the columns, from one read.
+
+A contraction over an expert's tokens (wgrad) wants scales for 32 *tokens*, and these are neighbours only once they are
+gathered. Groups are laid out with padding to whole blocks, so no block holds tokens of two experts, and a kernel needs
+to know nothing but which row stands at each padded place (-1: none, which counts and is written as zeros):
+
+    indices = [4, 0, 7], offsets = [1, 3], align = 2:  places = [4, -1, 0, 7], padded_offsets = [2, 4]
+
+The number of places follows from the shapes alone, so the device's counts are never read by the host.
+
+Along the tokens, values come out transposed (D, Q), the contracted dim innermost as low-precision GEMMs want it. It is
+the MXFP8 of the gathered rows' transpose: what decodes rows decodes this too.
+
+Shape suffixes: P (token, expert) pairs, Q places after padding, R rows to gather from, D row width, E experts,
+N matrices.
+"""
+
+# Kernels are written in Triton's language, which has no types.
+# pyright: basic
+# ruff: noqa: ANN001, ANN202
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from comms.kernels.codec import encode_bits, load_bits, quantize_reference, scale_byte, word_view
+
+BLOCK = 32
+TILE_PLACES = 128
+# A thread of the wide tile holds eight columns of 32 rows in its registers; with rows coded too, they would spill.
+WIDE_COLUMNS, COLUMNS = 256, 64
+
+
+def num_places(num_pairs: int, num_experts: int, align: int) -> int:
+    """Q: places that suffice for any split of the pairs, a multiple of align."""
+    return (num_pairs + min(num_experts, num_pairs) * (align - 1)) // align * align
+
+
+@torch.library.custom_op("sluicegate::pad_groups", mutates_args=())
+def pad_groups(indices_P: Tensor, offsets_E: Tensor, align: int) -> tuple[Tensor, Tensor]:
+    """Lay groups out in multiples of `align` places.
+
+    Args:
+        indices_P: row of each pair, sorted by expert; what lies beyond offsets_E[-1] is not read.
+        offsets_E: int32 end of each expert's pairs.
+
+    Returns:
+        places_Q (int32): the row that stands there, or -1; and padded_offsets_E (int32).
+    """
+    if not (offsets_E.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        return pad_groups_reference(indices_P, offsets_E, align)
+    num_experts = offsets_E.shape[0]
+    places_Q, padded_E = _empty_places(indices_P, offsets_E, align)
+    columns = triton.next_power_of_2(num_experts)
+    tile = max(8192 // columns, 16)
+    with torch.cuda.device(offsets_E.device) if offsets_E.is_cuda else torch.no_grad():
+        _pad_groups_kernel[(max(1, triton.cdiv(places_Q.shape[0], tile)),)](
+            *(indices_P.contiguous(), offsets_E.contiguous(), places_Q, padded_E),
+            *(num_experts, places_Q.shape[0], align),
+            EXPERTS=columns,
+            PLACES=tile,
+        )  # type: ignore[arg-type]
+    return places_Q, padded_E
+
+
+@pad_groups.register_fake
+def _empty_places(indices_P: Tensor, offsets_E: Tensor, align: int) -> tuple[Tensor, Tensor]:
+    size = num_places(indices_P.shape[0], offsets_E.shape[0], align)
+    return indices_P.new_empty(size, dtype=torch.int32), torch.empty_like(offsets_E, dtype=torch.int32)
+
+
+def pad_groups_reference(indices_P: Tensor, offsets_E: Tensor, align: int) -> tuple[Tensor, Tensor]:
+    """`pad_groups` in plain PyTorch."""
+    num_pairs, num_experts = indices_P.shape[0], offsets_E.shape[0]
+    counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
+    padded_E = ((counts_E + align - 1) // align * align).cumsum(0).to(torch.int32)
+    place_Q = torch.arange(num_places(num_pairs, num_experts, align), device=offsets_E.device, dtype=torch.int32)
+    if num_pairs == 0:
+        return torch.full_like(place_Q, -1), padded_E
+    expert_Q = torch.searchsorted(padded_E, place_Q, right=True)
+    known_Q = expert_Q.clamp(max=num_experts - 1)
+    ends_Q = offsets_E[known_Q]
+    pair_Q = place_Q - (padded_E - (counts_E + align - 1) // align * align)[known_Q] + (ends_Q - counts_E[known_Q])
+    taken_Q = (expert_Q < num_experts) & (pair_Q < ends_Q)
+    rows_Q = indices_P[pair_Q.clamp(0, num_pairs - 1)].to(torch.int32)
+    return torch.where(taken_Q, rows_Q, -1).to(torch.int32), padded_E
+
+
+@torch.library.custom_op("sluicegate::quantize_columns", mutates_args=())
+def quantize_columns(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """MXFP8 of the transpose of the gathered rows. No autograd.
+
+    Args:
+        x: bf16 or fp32 (R, D), or (N, R, D) without places.
+        places_Q: row at each place or -1, Q a multiple of 32; None: the rows as they stand, R a multiple of 32.
+
+    Returns:
+        values (..., D, Q) in e4m3, scales (..., D, Q / 32) in uint8.
+    """
+    if not _on_triton(x):
+        return quantize_reference(gather_places(x, places_Q).transpose(-1, -2), 1, BLOCK)
+    outputs = _empty_columns(x, places_Q)
+    _launch(x, places_Q, (), outputs)
+    return outputs
+
+
+@quantize_columns.register_fake
+def _empty_columns(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor]:
+    width, size = x.shape[-1], x.shape[-2] if places_Q is None else places_Q.shape[0]
+    _check(x, places_Q, size)
+    values = x.new_empty(*x.shape[:-2], width, size, dtype=torch.float8_e4m3fn)
+    return values, x.new_empty(*x.shape[:-2], width, size // BLOCK, dtype=torch.uint8)
+
+
+@torch.library.custom_op("sluicegate::quantize_both", mutates_args=())
+def quantize_both(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """MXFP8 of the gathered rows, and of their transpose as `quantize_columns` has it; x is read once. No autograd.
+
+    Returns:
+        values (..., Q, D), scales (..., Q, ceil(D / 32)), values (..., D, Q), scales (..., D, Q / 32).
+    """
+    if not _on_triton(x):
+        rows = gather_places(x, places_Q)
+        return (*quantize_reference(rows, 1, BLOCK), *quantize_reference(rows.transpose(-1, -2), 1, BLOCK))
+    outputs = _empty_both(x, places_Q)
+    _launch(x, places_Q, outputs[:2], outputs[2:])
+    return outputs
+
+
+@quantize_both.register_fake
+def _empty_both(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    columns, column_scales = _empty_columns(x, places_Q)
+    *matrices, width, size = columns.shape
+    rows = x.new_empty(*matrices, size, width, dtype=torch.float8_e4m3fn)
+    return rows, x.new_empty(*matrices, size, -(-width // BLOCK), dtype=torch.uint8), columns, column_scales
+
+
+def gather_places(x: Tensor, places_Q: Tensor | None) -> Tensor:
+    """The rows at each place, zeros where there is none."""
+    _check(x, places_Q, x.shape[-2] if places_Q is None else places_Q.shape[0])
+    if places_Q is None:
+        return x
+    if x.shape[0] == 0:
+        return x.new_zeros(places_Q.shape[0], x.shape[1])
+    return x[places_Q.clamp(min=0)].masked_fill((places_Q < 0)[:, None], 0)
+
+
+def _check(x: Tensor, places_Q: Tensor | None, size: int) -> None:
+    assert places_Q is None or x.dim() == 2, "places index the rows of one matrix"
+    if size % BLOCK:
+        raise ValueError(f"{size} rows are not whole blocks of {BLOCK}: lay them out with pad_groups(align={BLOCK})")
+
+
+def _on_triton(x: Tensor) -> bool:
+    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _launch(x: Tensor, places_Q: Tensor | None, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...]) -> None:
+    values, scales = (out if out.dim() == 3 else out[None] for out in columns)
+    x = word_view(x if x.dim() == 3 else x[None])
+    num, width, size = values.shape
+    if values.numel() == 0:
+        return
+    row_values, row_scales = (out if out.dim() == 3 else out[None] for out in rows) if rows else (values, scales)
+    columns_of_tile = COLUMNS if rows or width < WIDE_COLUMNS else WIDE_COLUMNS
+    tiles = triton.cdiv(width, columns_of_tile) * triton.cdiv(size, TILE_PLACES)
+    constants: dict[str, Any] = {"BLOCK": BLOCK, "TILE_PLACES": TILE_PLACES, "TILE_COLUMNS": columns_of_tile}
+    constants |= {"GATHER": places_Q is not None, "ROWS": bool(rows)}
+    with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():
+        _gathered_kernel[(tiles, num)](
+            *(x, places_Q, row_values.view(torch.uint8), row_scales, values.view(torch.uint8), scales),
+            *(size, width, x.stride(0), x.stride(1)),
+            **constants,
+        )
+
+
+@triton.jit
+def _gathered_kernel(
+    x,
+    places,
+    row_values,
+    row_scales,
+    values,
+    scales,
+    size,
+    width,
+    x_matrix,
+    x_row,
+    GATHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE_PLACES: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """One program: some places x some columns, read once. Neighbouring programs share rows, so these are read whole."""
+    FP32: tl.constexpr = x.dtype.element_ty == tl.int32
+    PLACE_BLOCKS: tl.constexpr = TILE_PLACES // BLOCK
+    COLUMN_BLOCKS: tl.constexpr = TILE_COLUMNS // BLOCK
+    tiles = tl.cdiv(width, TILE_COLUMNS)
+    matrix = tl.program_id(1).to(tl.int64)
+    first_place = (tl.program_id(0) // tiles) * TILE_PLACES
+    first_column = (tl.program_id(0) % tiles) * TILE_COLUMNS
+    column = (first_column + tl.arange(0, TILE_COLUMNS))[None, None, :]
+    # As (row within its block, block, column), each thread holds whole blocks of rows: no exchange, no spare scales.
+    place = first_place + tl.arange(0, BLOCK)[:, None] + BLOCK * tl.arange(0, PLACE_BLOCKS)[None, :]
+    if GATHER:
+        row = tl.load(places + place, mask=place < size, other=-1)
+    else:
+        row = tl.where(place < size, place, -1)
+    row, place = row[:, :, None], place[:, :, None]
+    bits = load_bits(x + matrix * x_matrix + row.to(tl.int64) * x_row + column, (row >= 0) & (column < width))
+
+    scale = scale_byte(tl.max(bits & 0x7FFFFFFF, axis=0))
+    code = tl.permute(encode_bits(bits, scale[None, :, :], FP32), (2, 1, 0))
+    column_1 = first_column + tl.arange(0, TILE_COLUMNS)
+    place_1 = first_place + tl.arange(0, TILE_PLACES)
+    out = (matrix * width + column_1).to(tl.int64)[:, None] * size + place_1[None, :]
+    inside = (column_1 < width)[:, None] & (place_1 < size)[None, :]
+    tl.store(values + out, tl.reshape(code, [TILE_COLUMNS, TILE_PLACES]), mask=inside)
+    block = first_place // BLOCK + tl.arange(0, PLACE_BLOCKS)
+    out = (matrix * width + column_1).to(tl.int64)[:, None] * (size // BLOCK) + block[None, :]
+    inside = (column_1 < width)[:, None] & (block * BLOCK < size)[None, :]
+    tl.store(scales + out, tl.trans(scale.to(tl.uint8)), mask=inside)
+
+    if ROWS:
+        blocks = tl.reshape(bits, [BLOCK, PLACE_BLOCKS, COLUMN_BLOCKS, BLOCK])
+        scale = scale_byte(tl.max(blocks & 0x7FFFFFFF, axis=3))
+        code = tl.reshape(encode_bits(blocks, scale[:, :, :, None], FP32), [BLOCK, PLACE_BLOCKS, TILE_COLUMNS])
+        inside = (place < size) & (column < width)
+        tl.store(row_values + (matrix * size + place).to(tl.int64) * width + column, code, mask=inside)
+        block = (first_column // BLOCK + tl.arange(0, COLUMN_BLOCKS))[None, None, :]
+        out = (matrix * size + place).to(tl.int64) * tl.cdiv(width, BLOCK) + block
+        tl.store(row_scales + out, scale.to(tl.uint8), mask=(place < size) & (block * BLOCK < width))
+
+
+@triton.jit
+def _pad_groups_kernel(
+    indices, offsets, places, padded, num_experts, size, align, EXPERTS: tl.constexpr, PLACES: tl.constexpr
+):
+    """One program: some places; each recomputes the few padded offsets."""
+    expert = tl.arange(0, EXPERTS)
+    known = expert < num_experts
+    end = tl.load(offsets + expert, mask=known, other=0).to(tl.int32)
+    start = tl.load(offsets + expert - 1, mask=known & (expert > 0), other=0).to(tl.int32)
+    room = tl.where(known, (end - start + align - 1) // align * align, 0)
+    padded_end = tl.cumsum(room, axis=0)
+    if tl.program_id(0) == 0:
+        tl.store(padded + expert, padded_end, mask=known)
+    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    # Of all experts, one at most has room at this place.
+    here = (place[:, None] >= (padded_end - room)[None, :]) & (place[:, None] < padded_end[None, :])
+    pair = place[:, None] - (padded_end - room)[None, :] + start[None, :]
+    pair = tl.max(tl.where(here & (pair < end[None, :]), pair, -1), axis=1)
+    row = tl.load(indices + pair, mask=pair >= 0, other=-1)
+    tl.store(places + place, row.to(tl.int32), mask=place < size)
