@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from parallel.process_group import process_group
+from parallel.process_group import process_group, temporary_groups
 
 # A rank that waits longer than this for the others has lost them.
 GROUP_TIMEOUT_SECONDS = 90
@@ -158,6 +158,8 @@ def _work(rank: int, world_size: int, port: int, device: str, pipe: Connection) 
         while True:
             function, args = pipe.recv()
             try:
-                pipe.send((True, function(*args)))
+                with temporary_groups():
+                    result = function(*args)
+                pipe.send((True, result))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
