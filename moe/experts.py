@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from comms.kernels.gather_sum import gather_sum
 from moe.config import MoEConfig
+from moe.fused_experts import FusedPairs, fused_experts
 from moe.grouped_gemm import grouped_linear, resolve_backend
 from moe.linear_maps import local
 from moe.reference import reference_experts
@@ -86,6 +87,8 @@ class GroupedExperts(nn.Module):
         if backend == "reference":
             return reference_experts(rows_RD, ids_RK, weights_RK, w_gate_up, w_down, b_gate_up, b_down, self.config)
         pairs = sort_pairs(ids_RK, w_down.shape[0], num_pairs)
+        if backend == "fused":
+            return self.fused(rows_RD, weights_RK, (w_gate_up, w_down, b_gate_up, b_down), pairs)
         weights_P = weights_RK.reshape(-1).gather(0, pairs.order_P)
         x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK))  # pyright: ignore
         if self.config.scores_before_experts:
@@ -98,6 +101,21 @@ class GroupedExperts(nn.Module):
         if b_down is not None:
             bias_PD = _per_pair(b_down, pairs.offsets_E, num_pairs)
             y_PD = y_PD + (bias_PD * weights_P[:, None]).to(y_PD.dtype)
+        return _SumPairs.apply(y_PD, pairs.rows_P, pairs.slots_RK)  # type: ignore[no-any-return]
+
+    def fused(self, rows_RD: Tensor, weights_RK: Tensor, weights: tuple[Any, ...], pairs: Pairs) -> Tensor:
+        """The same by fused kernels (moe/fused_experts.py)."""
+        activation = self.config.activation
+        if not self.config.scores_before_experts:
+            fused_pairs = FusedPairs(pairs.rows_P.int(), pairs.order_P, pairs.slots_RK, pairs.offsets_E)
+            return fused_experts(rows_RD, weights_RK, *weights, fused_pairs, activation)
+        # Each pair is a row of its own, already weighted.
+        weights_P = weights_RK.reshape(-1).gather(0, pairs.order_P)
+        x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK))  # pyright: ignore
+        x_PD = (x_PD * weights_P[:, None]).to(x_PD.dtype)
+        index_P = torch.arange(x_PD.shape[0], device=x_PD.device)
+        alone = FusedPairs(index_P.int(), index_P, index_P[:, None], pairs.offsets_E)
+        y_PD = fused_experts(x_PD, torch.ones_like(weights_P)[:, None], *weights, alone, activation)
         return _SumPairs.apply(y_PD, pairs.rows_P, pairs.slots_RK)  # type: ignore[no-any-return]
 
 

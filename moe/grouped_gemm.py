@@ -9,6 +9,7 @@
 Shape suffixes: P pairs (rows sorted by expert), E experts of this rank, I and O in- and out-features.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -26,12 +27,18 @@ def resolve_backend(backend: str, dtype: torch.dtype, device: torch.device) -> s
     """
     if backend == "auto":
         return "reference" if dtype == torch.float64 else "grouped_mm"
-    if backend == "fused":
-        raise ValueError("model.moe.backend=fused is not available in this version; use auto, grouped_mm or reference.")
-    if backend not in ("grouped_mm", "reference"):
+    if backend not in ("fused", "grouped_mm", "reference"):
         raise ValueError(f"model.moe.backend={backend!r} is unknown; use auto, fused, grouped_mm or reference.")
     if backend == "grouped_mm" and dtype == torch.float64:
         raise ValueError("model.moe.backend=grouped_mm cannot compute in fp64; use model.moe.backend=reference.")
+    if backend == "fused" and os.environ.get("TRITON_INTERPRET") != "1":
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+            raise ValueError(
+                "model.moe.backend=fused needs a GPU of compute capability 9.0 (Hopper) or later; use auto or "
+                "grouped_mm."
+            )
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"model.moe.backend=fused computes in bf16 or fp16, not {dtype}; use auto or grouped_mm.")
     return backend
 
 

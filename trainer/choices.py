@@ -39,7 +39,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # never a silent no-op. A feature deletes its line when it lands.
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "model.moe.pair_capacity": (None,),
-    "model.moe.backend": ("auto", "grouped_mm", "reference"),
     "parallel.async_tp": ("none",),
     "precision.recipe": ("bf16", "fp32", "fp64"),
     "precision.linears": ([],),

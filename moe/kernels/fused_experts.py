@@ -1,0 +1,268 @@
+"""Grouped GEMMs over (row, expert) pairs with what surrounds them fused in: Triton kernels for Hopper.
+
+Pairs are sorted by expert; `offsets[e]` is the end of expert e's pairs.
+
+    up           h[p] = W_gate_up[e] x[rows[p]] + b,  a[p] = w[p] * act(h[p]): both maps in one pass over rows read by
+                 index, so that received rows are not copied per pair
+    rows         y[p] = W_down[e] a[p], and dx[p] = W_gate_up[e]^T dh[p]; summed per row elsewhere
+    act_grad     from da = W_down[e]^T dout[p]:  dh[p], w[p] * act(h[p]), and <da, act(h[p])> per block of columns
+    weight_grad  dW[e] = sum over its pairs of left[p] right[p]^T
+
+Every kernel is persistent: as many programs as multiprocessors, each taking every n-th tile. Which expert and which
+rows a tile has, a program works out from `offsets` in registers, so that nothing is asked of the host. Sums run in fp32
+without atomics: results do not depend on scheduling.
+
+Worked example of the tiles: offsets = [3, 3, 8], tiles of 4 rows: expert 0 has rows 0-2 in one tile, expert 1 none,
+expert 2 rows 3-6 in one tile and row 7 in another.
+
+Shape suffixes: R rows, P pairs, D model dim, F hidden units of one expert, H = 2 F, E experts.
+"""
+
+# Kernels are written in Triton's language, which has no types.
+# pyright: basic
+# ruff: noqa: ANN001, ANN201, ANN202
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _counts(offsets, num_experts, EXPERTS: tl.constexpr):
+    """Pairs of each expert, (EXPERTS,), zero behind the last."""
+    index = tl.arange(0, EXPERTS)
+    real = index < num_experts
+    ends = tl.load(offsets + index, mask=real, other=0)
+    starts = tl.load(offsets + index - 1, mask=real & (index > 0), other=0)
+    return index, ends - starts
+
+
+@triton.jit
+def _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
+    """Expert, its first pair, its number of pairs, the tile's place; groups of M tiles share their B blocks in L2."""
+    expert = tl.sum((tile_ends <= tile).to(tl.int32))
+    place = tile - tl.sum(tl.where(index < expert, tiles, 0))
+    start = tl.sum(tl.where(index < expert, counts, 0))
+    count = tl.sum(tl.where(index == expert, counts, 0))
+    first_m = place // (GROUP * tiles_n) * GROUP
+    group = tl.minimum(tl.cdiv(count, BLOCK_M) - first_m, GROUP)
+    within = place % (GROUP * tiles_n)
+    return expert, start, count, first_m + within % group, within // group
+
+
+@triton.jit
+def _activation(gate, up, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
+    if CLAMPED:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        return (up + 1.0) * gate * tl.sigmoid(SLOPE * gate)
+    else:
+        return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _activation_grad(gate, up, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
+    """act, d act / d gate, d act / d up."""
+    if CLAMPED:
+        inside_gate = gate <= LIMIT
+        inside_up = (up >= -LIMIT) & (up <= LIMIT)
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        s = tl.sigmoid(SLOPE * gate)
+        glu = gate * s
+        d_gate = tl.where(inside_gate, (up + 1.0) * (s + SLOPE * glu * (1.0 - s)), 0.0)
+        return (up + 1.0) * glu, d_gate, tl.where(inside_up, glu, 0.0)
+    else:
+        s = tl.sigmoid(gate)
+        silu = gate * s
+        return silu * up, up * (s + silu * (1.0 - s)), silu
+
+
+@triton.jit
+def _split_columns(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
+    """The tile's columns in 1, 2 or 4 parts, as a tuple in order."""
+    if PARTS == 1:
+        parts = (tile,)
+    elif PARTS == 2:
+        parts = tl.split(tl.permute(tl.reshape(tile, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(tile, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
+        a, b = tl.split(tl.permute(tl.reshape(left, [BLOCK_M, 2, BLOCK_N // 4]), [0, 2, 1]))
+        c, d = tl.split(tl.permute(tl.reshape(right, [BLOCK_M, 2, BLOCK_N // 4]), [0, 2, 1]))
+        parts = (a, b, c, d)
+    return parts
+
+
+@triton.jit
+def up_kernel(
+    x, rows, weights, w_desc, bias, offsets, h, a,
+    dim, hidden, num_experts,
+    PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Two accumulators, gate and up, over the same A rows."""
+    index, counts = _counts(offsets, num_experts, EXPERTS)
+    tiles_n = tl.cdiv(hidden, BLOCK_N)
+    tiles = tl.cdiv(counts, BLOCK_M) * tiles_n
+    tile_ends = tl.cumsum(tiles, 0)
+    for tile in range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
+        expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
+        pair = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
+        valid = pair < start + count
+        row = tl.load(rows + pair, mask=valid, other=0).to(tl.int64)
+        a_pointers = x + row[:, None] * dim + tl.arange(0, BLOCK_K)[None, :]
+        gate_row = expert * 2 * hidden + n * BLOCK_N
+        gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for k in range(0, dim, BLOCK_K):
+            if EVEN_K:
+                block = tl.load(a_pointers + k)
+            else:
+                block = tl.load(a_pointers + k, mask=(k + tl.arange(0, BLOCK_K) < dim)[None, :], other=0.0)
+            gate = tl.dot(block, w_desc.load([gate_row, k]).T, gate, input_precision=PRECISION)
+            up = tl.dot(block, w_desc.load([gate_row + hidden, k]).T, up, input_precision=PRECISION)
+        weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
+        gates = _split_columns(gate, BLOCK_M, BLOCK_N, PARTS)
+        ups = _split_columns(up, BLOCK_M, BLOCK_N, PARTS)
+        for part in tl.static_range(PARTS):
+            column = n * BLOCK_N + part * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)
+            inside = valid[:, None] & (column < hidden)[None, :]
+            gate_part, up_part = gates[part], ups[part]
+            if HAS_BIAS:
+                base = bias + expert * 2 * hidden + column
+                gate_part += tl.load(base, mask=column < hidden, other=0.0).to(tl.float32)[None, :]
+                up_part += tl.load(base + hidden, mask=column < hidden, other=0.0).to(tl.float32)[None, :]
+            # The activation sees h as it is kept for backward.
+            gate_kept, up_kept = gate_part.to(h.dtype.element_ty), up_part.to(h.dtype.element_ty)
+            at_h = pair.to(tl.int64)[:, None] * (2 * hidden) + column[None, :]
+            tl.store(h + at_h, gate_kept, mask=inside)
+            tl.store(h + at_h + hidden, up_kept, mask=inside)
+            act = _activation(gate_kept.to(tl.float32), up_kept.to(tl.float32), CLAMPED, LIMIT, SLOPE) * weight
+            at_a = pair.to(tl.int64)[:, None] * hidden + column[None, :]
+            tl.store(a + at_a, act.to(a.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rows_kernel(
+    a_desc, b_desc, bias, weights, offsets, out,
+    inner, width, num_experts,
+    PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out[p] = B[e] a[p] (+ w[p] * bias[e]); B is (width, inner) or, for gradients, (inner, width)."""
+    index, counts = _counts(offsets, num_experts, EXPERTS)
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    tiles = tl.cdiv(counts, BLOCK_M) * tiles_n
+    tile_ends = tl.cumsum(tiles, 0)
+    for tile in range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
+        expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
+        first = start + m * BLOCK_M
+        total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for k in range(0, inner, BLOCK_K):
+            # Rows of the next expert in the last tile are computed and not stored.
+            block = a_desc.load([first, k])
+            if TRANSPOSED:
+                b = b_desc.load([expert * inner + k, n * BLOCK_N])
+                if not EVEN_K:
+                    # a is zero behind its last column, but 0 * what stands there need not be.
+                    b = tl.where((k + tl.arange(0, BLOCK_K) < inner)[:, None], b, 0.0)
+            else:
+                b = b_desc.load([expert * width + n * BLOCK_N, k]).T
+            total = tl.dot(block, b, total, input_precision=PRECISION)
+        pair = first + tl.arange(0, BLOCK_M)
+        valid = pair < start + count
+        column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        if HAS_BIAS:
+            weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)
+            row_of_bias = tl.load(bias + expert * width + column, mask=column < width, other=0.0).to(tl.float32)
+            total += weight[:, None] * row_of_bias[None, :]
+        pointers = out + pair.to(tl.int64)[:, None] * width + column[None, :]
+        tl.store(pointers, total.to(out.dtype.element_ty), mask=valid[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def act_grad_kernel(
+    dout_desc, weights, w_desc, offsets, h, dh, a, dots,
+    dim, hidden, num_experts,
+    PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """da[p] = W_down[e]^T dout[p], used up in the epilogue: dh, the weighted activation, <da, act> of these columns."""
+    index, counts = _counts(offsets, num_experts, EXPERTS)
+    tiles_n = tl.cdiv(hidden, BLOCK_N)
+    tiles = tl.cdiv(counts, BLOCK_M) * tiles_n
+    tile_ends = tl.cumsum(tiles, 0)
+    for tile in range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
+        expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
+        first = start + m * BLOCK_M
+        da = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for k in range(0, dim, BLOCK_K):
+            b = w_desc.load([expert * dim + k, n * BLOCK_N])
+            if not EVEN_K:
+                # dout is zero behind its last column, but 0 * what stands there need not be.
+                b = tl.where((k + tl.arange(0, BLOCK_K) < dim)[:, None], b, 0.0)
+            da = tl.dot(dout_desc.load([first, k]), b, da, input_precision=PRECISION)
+        pair = first + tl.arange(0, BLOCK_M)
+        valid = pair < start + count
+        weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
+        # In parts of the columns: six tiles at once would not fit into the registers.
+        da_parts = _split_columns(da, BLOCK_M, BLOCK_N, PARTS)
+        dot = tl.zeros([BLOCK_M], dtype=tl.float32)
+        for part in tl.static_range(PARTS):
+            column = n * BLOCK_N + part * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)
+            inside = valid[:, None] & (column < hidden)[None, :]
+            at_h = pair.to(tl.int64)[:, None] * (2 * hidden) + column[None, :]
+            gate = tl.load(h + at_h, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(h + at_h + hidden, mask=inside, other=0.0).to(tl.float32)
+            act, d_gate, d_up = _activation_grad(gate, up, CLAMPED, LIMIT, SLOPE)
+            da_part = da_parts[part]
+            dot += tl.sum(tl.where(inside, da_part * act, 0.0), 1)
+            da_part *= weight
+            tl.store(dh + at_h, (da_part * d_gate).to(dh.dtype.element_ty), mask=inside)
+            tl.store(dh + at_h + hidden, (da_part * d_up).to(dh.dtype.element_ty), mask=inside)
+            at_a = pair.to(tl.int64)[:, None] * hidden + column[None, :]
+            tl.store(a + at_a, (act * weight).to(a.dtype.element_ty), mask=inside)
+        tl.store(dots + pair.to(tl.int64) * tiles_n + n, dot, mask=valid)
+
+
+@triton.jit
+def weight_grad_kernel(
+    left_desc, right_desc, left, right, offsets, out,
+    left_width, right_width, num_experts,
+    PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out[e] (left_width, right_width) = sum over e's pairs of left[p] right[p]^T; zero for an expert without."""
+    tiles_m = tl.cdiv(left_width, BLOCK_M)
+    tiles_n = tl.cdiv(right_width, BLOCK_N)
+    for tile in range(tl.program_id(0), num_experts * tiles_m * tiles_n, PROGRAMS):
+        expert = tile // (tiles_m * tiles_n)
+        place = tile % (tiles_m * tiles_n)
+        first_m = place // (GROUP * tiles_n) * GROUP
+        group = tl.minimum(tiles_m - first_m, GROUP)
+        m = first_m + place % (GROUP * tiles_n) % group
+        n = place % (GROUP * tiles_n) // group
+        start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(offsets + expert)
+        total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        whole = (end - start) // BLOCK_K * BLOCK_K
+        for first in range(start, start + whole, BLOCK_K):
+            left_block = left_desc.load([first, m * BLOCK_M])
+            right_block = right_desc.load([first, n * BLOCK_N])
+            total = tl.dot(left_block.T, right_block, total, input_precision=PRECISION)
+        left_column = m * BLOCK_M + tl.arange(0, BLOCK_M)
+        right_column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        if start + whole < end:
+            # The last block is cut off at the expert's end on both sides: what follows may be anything.
+            pair = start + whole + tl.arange(0, BLOCK_K)
+            here = (pair < end)[:, None]
+            left_at = pair.to(tl.int64)[:, None] * left_width + left_column[None, :]
+            right_at = pair.to(tl.int64)[:, None] * right_width + right_column[None, :]
+            left_block = tl.load(left + left_at, mask=here & (left_column < left_width)[None, :], other=0.0)
+            right_block = tl.load(right + right_at, mask=here & (right_column < right_width)[None, :], other=0.0)
+            total = tl.dot(left_block.T, right_block, total, input_precision=PRECISION)
+        at = (expert.to(tl.int64) * left_width + left_column)[:, None] * right_width + right_column[None, :]
+        inside = (left_column < left_width)[:, None] & (right_column < right_width)[None, :]
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,119 @@
+"""The fused expert kernels in fp32 under Triton's interpreter, against the loop over experts in fp64.
+
+Bound 1e-5: fp32 rounding of sums over at most 48 terms (seen: 2e-7); a dropped row, tile or term shows as 1e-2 or more.
+"""
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1; tests/unit/test_interpreter.py runs it", allow_module_level=True)
+
+import torch
+from torch import Tensor
+
+from moe import fused_experts as fused
+from moe.config import MoEConfig
+from moe.experts import GroupedExperts
+from moe.fused_experts import Tile
+
+BOUND = 1e-5
+# Blocks that these sizes fill once, several times and in part; the epilogues' parts as on a GPU.
+SMALL = {
+    "up": Tile(16, 16, 16, 4, 2, 2, parts=2),
+    "down": Tile(16, 32, 16, 4, 2, 2),
+    "act_grad": Tile(16, 32, 16, 4, 2, 2, parts=4),
+    "up_grad": Tile(16, 32, 16, 4, 2, 2),
+    "weight_grad": Tile(16, 32, 16, 4, 2, 2),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles_and_poisoned_memory(monkeypatch: pytest.MonkeyPatch):
+    """What a kernel forgets to write stays NaN."""
+    monkeypatch.setattr(fused, "TILES", SMALL)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def choose(num_rows: int, config: MoEConfig, routing: str) -> Tensor:
+    """(R, K) expert ids, some of them -1."""
+    generator = torch.Generator().manual_seed(1)
+    E, K = config.num_experts, config.top_k
+    if routing == "one":
+        return torch.full((num_rows, K), -1).index_fill_(1, torch.tensor([0]), E - 1)
+    if routing == "none":
+        return torch.full((num_rows, K), -1)
+    power = 3.0 if routing == "zipf" else 0.0
+    weights = torch.arange(1, E + 1).float() ** -power
+    ids = torch.stack([torch.multinomial(weights, K, generator=generator) for _ in range(num_rows)])
+    return torch.where(torch.rand(ids.shape, generator=generator) < 0.2, -1, ids)
+
+
+def results(backend: str, dtype: torch.dtype, config: MoEConfig, dim: int, ids_RK: Tensor) -> dict[str, Tensor]:
+    """Output and every gradient, by name; the same numbers whatever the dtype."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    layer = GroupedExperts(MoEConfig(**{**vars(config), "backend": backend}), dim).to(dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(draw(*parameter.shape, scale=parameter.shape[-1] ** -0.5))
+    rows, weights = draw(ids_RK.shape[0], dim).requires_grad_(), draw(*ids_RK.shape).abs().requires_grad_()
+    out = layer(rows, ids_RK, weights, int((ids_RK >= 0).sum()))
+    leaves = {"rows": rows, "weights": weights, **dict(layer.named_parameters())}
+    grads = torch.autograd.grad(out, list(leaves.values()), draw(*out.shape))
+    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dim", "routing", "options"),
+    [
+        pytest.param(50, 32, "uniform", {}, id="even"),
+        pytest.param(37, 40, "zipf", {"activation": "clamped_swiglu", "linear_bias": True}, id="gpt_oss"),
+        pytest.param(21, 16, "uniform", {"top_k": 1, "scores_before_experts": True}, id="llama4"),
+        pytest.param(9, 24, "one", {"linear_bias": True}, id="one_expert"),
+        pytest.param(5, 16, "none", {"linear_bias": True}, id="no_pairs"),
+        pytest.param(1, 16, "uniform", {"num_experts": 1, "top_k": 1}, id="single"),
+        pytest.param(4, 16, "uniform", {"num_experts": 16, "top_k": 16}, id="every_expert"),
+    ],
+)
+def test_equals_the_loop_over_experts(num_rows: int, dim: int, routing: str, options: dict) -> None:
+    config = MoEConfig(**{"num_experts": 5, "top_k": 3, "expert_dim": 40, **options})
+    ids_RK = choose(num_rows, config, routing)
+    ours = results("fused", torch.float32, config, dim, ids_RK)
+    oracle = results("reference", torch.float64, config, dim, ids_RK)
+    for name, expected in oracle.items():
+        size = expected.norm()
+        error = (ours[name].double() - expected).norm() / size if size > 0 else ours[name].abs().max()
+        assert error < BOUND, f"{name}: {float(error):.1e}"
+
+
+def test_experts_without_pairs_get_gradients_of_exactly_zero() -> None:
+    config = MoEConfig(num_experts=5, top_k=2, expert_dim=24)
+    ids_RK = choose(9, config, "one")
+    grads = results("fused", torch.float32, config, 16, ids_RK)
+    for name in ("w_gate_up", "w_down"):
+        assert bool((grads[name][:-1] == 0).all()) and bool((grads[name][-1] != 0).any()), name
+
+
+def test_the_same_bits_every_time() -> None:
+    config = MoEConfig(num_experts=4, top_k=2, expert_dim=24)
+    ids_RK = choose(30, config, "uniform")
+    first, second = (results("fused", torch.float32, config, 16, ids_RK) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_row_beyond_an_experts_end_does_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above is worth something: off-by-one offsets are found."""
+    config = MoEConfig(num_experts=4, top_k=2, expert_dim=24)
+    ids_RK = choose(30, config, "uniform")
+    right = results("fused", torch.float32, config, 16, ids_RK)
+    original = fused.weight_grad
+    monkeypatch.setattr(fused, "weight_grad", lambda left, right, offsets: original(left, right, offsets - 1))
+    wrong = results("fused", torch.float32, config, 16, ids_RK)
+    assert (right["w_down"] - wrong["w_down"]).norm() / right["w_down"].norm() > 1e-2
