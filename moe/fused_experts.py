@@ -16,6 +16,9 @@ Shape suffixes: R rows, K slots per row, P pairs sorted by expert, D model dim, 
 E experts.
 """
 
+# Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
+# pyright: basic, reportArgumentType=false
+
 from typing import Any, NamedTuple
 
 import torch

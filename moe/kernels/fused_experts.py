@@ -19,7 +19,7 @@ Shape suffixes: R rows, P pairs, D model dim, F hidden units of one expert, H = 
 """
 
 # Kernels are written in Triton's language, which has no types.
-# pyright: basic
+# pyright: basic, reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201, ANN202
 
 import triton
