@@ -59,6 +59,10 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, num_pairs: int) -> Pairs:
     return Pairs(order_P // num_slots, order_P, slots.view_as(ids_RK), offsets_E)
 
 
+# w_gate_up, w_down, b_gate_up, b_down
+ExpertWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
 class GroupedExperts(nn.Module):
     """E gated feed-forward experts. Weights in nn.Linear's orientation, gate and up stacked in one tensor."""
 
@@ -103,7 +107,7 @@ class GroupedExperts(nn.Module):
             y_PD = y_PD + (bias_PD * weights_P[:, None]).to(y_PD.dtype)
         return _SumPairs.apply(y_PD, pairs.rows_P, pairs.slots_RK)  # type: ignore[no-any-return]
 
-    def fused(self, rows_RD: Tensor, weights_RK: Tensor, weights: tuple[Any, ...], pairs: Pairs) -> Tensor:
+    def fused(self, rows_RD: Tensor, weights_RK: Tensor, weights: ExpertWeights, pairs: Pairs) -> Tensor:
         """The same by fused kernels (moe/fused_experts.py)."""
         activation = self.config.activation
         if not self.config.scores_before_experts:
