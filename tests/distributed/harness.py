@@ -2,6 +2,8 @@
 
 Starting Python with torch in 8 processes takes far longer than a tiny training step, so a pool stays up for the
 whole pytest session and each test sends it a function. The function must live at module level: it is pickled by name.
+The process groups that a function makes are destroyed after it: every gloo group has threads that wake up a hundred
+times a second, and some hundred groups of earlier tests would take both cores of a small machine.
 
     def rank_times_two() -> int:
         return 2 * torch.distributed.get_rank()
@@ -13,6 +15,8 @@ whole pytest session and each test sends it a function. The function must live a
 import atexit
 import contextlib
 import datetime
+import functools
+import gc
 import os
 import socket
 import traceback
@@ -115,3 +119,24 @@ def _worker_main(rank: int, world_size: int, port: int, pipe: Connection) -> Non
                 pipe.send((True, function(*args)))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
+                continue
+            # A rank that is done must not hang up on one that still reads its last message.
+            dist.barrier()
+            _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Destroy every process group but the world's. Their threads end when no mesh is left that knows them."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    # torch remembers meshes in many caches, one of them in C++. An equal mesh of a later test must not meet them.
+    _clear_sharding_prop_cache()
+    _redistribute._planner_cache.clear()
+    for found in gc.get_objects():
+        if isinstance(found, functools._lru_cache_wrapper) and found.__module__.startswith("torch.distributed"):
+            found.cache_clear()
+    gc.collect()
