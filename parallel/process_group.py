@@ -43,20 +43,27 @@ def process_group(timeout_seconds: int) -> Iterator[torch.device]:
 def temporary_groups() -> Iterator[None]:
     """Ends whatever groups are made inside: each has threads of its own, and those of many layouts stop a machine.
 
-    Nothing that was laid out inside can be used afterwards.
+    Nothing that was laid out inside can be used afterwards. Collective, unless an error leaves it.
     """
     groups = dist.distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
     before = set(groups)
     try:
         yield
+        # A rank that is done must not hang up on one that still reads its last message.
+        dist.barrier()
     finally:
         for group in set(groups) - before:
             dist.destroy_process_group(group)
-        # DTensor remembers plans by the sizes of a mesh, and with them the mesh that had these sizes first.
-        _clear_sharding_prop_cache()
-        redistribute._gen_transform_infos.cache_clear()
-        # Meshes and their groups refer to each other.
-        gc.collect()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """torch remembers meshes in many caches, one of them in C++; an equal mesh made later must not meet them."""
+    _clear_sharding_prop_cache()
+    redistribute._gen_transform_infos.cache_clear()
+    getattr(redistribute, "_planner_cache", {}).clear()
+    # Meshes and their groups refer to each other.
+    gc.collect()
 
 
 def _device() -> torch.device:

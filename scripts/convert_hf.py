@@ -10,7 +10,8 @@ to start from (checkpoint.init_from=RUN_FOLDER) or to generate with. `upcycle` c
 experts. `export` takes a run or one of its checkpoints. Large models go faster with several processes:
 torchrun --nproc-per-node N scripts/convert_hf.py ...
 
-Exit codes: 0 ok, 2 a mistake in the arguments or the files.
+Exit codes: 0 ok, 1 an import's checkpoint could not be written (a full disk) or a process was lost on the way, 2 a
+mistake in the arguments or the files.
 """
 
 import argparse
@@ -33,16 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "config":
         return print_config(arguments)
     from parallel.process_group import process_group
-    from trainer.peers import Peers
+    from trainer.hf_convert import NotWrittenError
+    from trainer.peers import LostRankError, Peers
 
     with process_group(1800):
         peers = Peers()
         try:
             notes = convert(arguments, peers)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, NotWrittenError, LostRankError) as error:
             if peers.rank == 0:
                 print(f"error: {error}", file=sys.stderr, flush=True)
-            return 2
+            return 1 if isinstance(error, RuntimeError) else 2
         finally:
             peers.close()
     if peers.rank == 0:

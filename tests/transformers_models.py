@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from moe.config import MoEConfig
 from trainer.models.config import AttentionConfig, ModelConfig, RopeConfig
 from trainer.models.transformer import Transformer
+from trainer.tokenizer import END_OF_TEXT, Tokenizer
 
 V, D, F, E, K, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 96, 32, 24, 8, 2, 3, 4, 2, 16
 # Short enough that a sequence of 40 tokens is beyond it.
@@ -443,3 +444,16 @@ def _expert_layout(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     if gpt_oss_layout:
         return tensor.unflatten(1, (-1, 2)).transpose(1, 2)
     return tensor.unflatten(1, (2, -1))
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Each byte is a token; with the end of text, 257."""
+    import tokenizers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(alphabet)}
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.add_special_tokens([END_OF_TEXT])
+    return Tokenizer(bpe.to_str(), END_OF_TEXT, "bytes")

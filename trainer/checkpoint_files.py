@@ -164,10 +164,14 @@ class _ChecksumFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
-        with open(path, mode) as raw:
-            stream = _ChecksumStream(raw)
-            yield stream
-            self.files[Path(path).name] = [stream.size, stream.crc32]
+        try:
+            with open(path, mode) as raw:
+                stream = _ChecksumStream(raw)
+                yield stream
+                self.files[Path(path).name] = [stream.size, stream.crc32]
+        except OSError as error:
+            # What a full disk raises on a write does not say which file it was.
+            raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)

@@ -53,13 +53,20 @@ MAX_CONTEXT = 4096
 Fill = Callable[[nn.Module], Transfer]
 
 
+class NotWrittenError(RuntimeError):
+    """A run folder could not be written to its end: a full disk, mostly. Nothing is left of it."""
+
+
 def import_folder(path: str | Path, out: str | Path, peers: Peers, dtype: torch.dtype | None = None) -> Transfer:
     """A Hugging Face folder becomes a run folder. Collective.
 
     Args:
         dtype: of the stored parameters; None takes bf16 if that holds every value of the source exactly, else fp32.
 
-    Raises: ValueError, FileNotFoundError, FileExistsError: as `huggingface.load_source` and `open_source`.
+    Raises:
+        ValueError, FileNotFoundError, FileExistsError: as `huggingface.load_source` and `open_source`.
+        NotWrittenError: the disk filled up, or failed.
+        LostRankError: a process is gone.
     """
     source = open_for_all(path, peers)
     return _write_run(out, source, source.config, dtype, peers, lambda m: load_source(source, m, source.config, peers))
@@ -150,8 +157,15 @@ def _write_run(
         extra = {"step": 0, "data": None, "tokenizer": digest}
         settings = CheckpointConfig(asynchronous=False, keep_last=1)
         checkpointer = Checkpointer(partial / "checkpoints", settings, notify=lambda line: None)
-        checkpointer.save(0, model, None, extra)
-        checkpointer.close()
+        try:
+            checkpointer.save(0, model, None, extra)
+        except RuntimeError as error:
+            raise NotWrittenError(
+                f"{out} was not written, and nothing is left of it: {error.__cause__ or error}. If its disk is full, "
+                f"make room ({room:,} bytes while it is written) and start again, or choose another folder"
+            ) from error
+        finally:
+            checkpointer.close()
         del model
         peers.from_rank0(lambda: _publish(partial, out))
     except BaseException:

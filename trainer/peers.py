@@ -2,26 +2,40 @@
 
 Work that may fail on one rank only (a full disk, a missing file) must not leave the others waiting in a collective.
 So errors are caught where they happen, told to rank 0, and raised on every rank together.
+
+A rank may also be gone (killed, out of memory) or hang. Each rank talks to rank 0 alone, which therefore knows whose
+word it misses, and tells the others; nobody waits longer than the timeout.
 """
 
+import pickle
+import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+# What went wrong, if anything did: the kind of exception, and its text.
+Verdict = tuple[type[Exception] | None, str]
 _SHOWN = 8
+
+
+class LostRankError(RuntimeError):
+    """A rank is gone, or has not answered in time; the message says which."""
 
 
 class Peers:
     """All ranks of the run, on a gloo group of their own: usable from a thread while training uses the others.
 
-    Without torch.distributed there is one rank, and every method is a plain call. All methods are collective.
+    Without torch.distributed there is one rank, and every method is a plain call. All methods are collective, and
+    raise LostRankError when a rank no longer answers; the group is of no use then.
     """
 
     def __init__(self, timeout_seconds: float = 1800) -> None:
+        self.timeout_seconds = timeout_seconds
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
@@ -33,9 +47,11 @@ class Peers:
         """Every rank's value in rank order, on rank 0; an empty list elsewhere."""
         if self.group is None:
             return [value]
-        values: list[T] | None = cast(list[T], [None] * self.size) if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self.group)
-        return values or []
+        values = self._collect(value)
+        kind, text = self._tell((None, ""))
+        if kind is not None:
+            raise _rebuilt(kind, text)
+        return values
 
     def from_rank0(self, make: Callable[[], T]) -> T:
         """Run `make` on rank 0 and give its result to every rank, or its error."""
@@ -44,7 +60,11 @@ class Peers:
             if self.rank == 0:
                 box[0] = make()
         if self.group is not None:
-            dist.broadcast_object_list(box, src=0, group=self.group)
+            try:
+                # Not one by one as errors are: a folder's list of tensors may be long.
+                dist.broadcast_object_list(box, src=0, group=self.group)
+            except RuntimeError as error:
+                raise LostRankError(f"rank 0's answer did not reach every rank: {error}") from error
         return cast(T, box[0])
 
     @contextmanager
@@ -69,13 +89,64 @@ class Peers:
         if kind is not None:
             raise _rebuilt(kind, text) from error
 
-    def _failure(self, error: Exception | None, doers: int) -> tuple[type[Exception] | None, str]:
+    def _failure(self, error: Exception | None, doers: int) -> Verdict:
         mine = None if error is None else (type(error), str(error))
-        told = {rank: failure for rank, failure in enumerate(self.gather(mine)) if failure is not None}
+        told = {rank: failure for rank, failure in enumerate(self._collect(mine)) if failure is not None}
         kind = next(iter(told.values()))[0] if told else None
-        box = [(kind, _summary({rank: text for rank, (_, text) in told.items()}, doers))]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
+        return self._tell((kind, _summary({rank: text for rank, (_, text) in told.items()}, doers)))
+
+    def _collect(self, value: T) -> list[T]:
+        """`gather`, after which every rank must `_tell`."""
+        if self.rank != 0:
+            self._send(value, 0)
+            return []
+        values, lost, end = [value], {}, time.monotonic() + self.timeout_seconds
+        for rank in range(1, self.size):
+            try:
+                values.append(self._receive(rank))
+            except LostRankError as error:
+                lost[rank] = str(error)
+                if time.monotonic() >= end:
+                    break  # gloo hangs up on everybody after a timeout
+        if lost:
+            text = _some(list(lost.values()), "; ")
+            for rank in [rank for rank in range(1, self.size) if rank not in lost]:
+                with suppress(LostRankError):
+                    self._send((LostRankError, text), rank)
+            raise LostRankError(text)
+        return values
+
+    def _tell(self, verdict: Verdict) -> Verdict:
+        """Rank 0's verdict, on every rank."""
+        if self.rank != 0:
+            return self._receive(0)
+        for rank in range(1, self.size):
+            self._send(verdict, rank)
+        return verdict
+
+    def _send(self, value: Any, rank: int) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        with self._talking_to(rank):
+            dist.send(torch.tensor([data.numel()], device="cpu"), rank, group=self.group)
+            dist.send(data, rank, group=self.group)
+
+    def _receive(self, rank: int) -> Any:
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
+        with self._talking_to(rank):
+            dist.recv(size, rank, group=self.group)
+            data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+            dist.recv(data, rank, group=self.group)
+        return pickle.loads(data.numpy().tobytes())
+
+    @contextmanager
+    def _talking_to(self, rank: int) -> Generator[None, None, None]:
+        try:
+            yield
+        except RuntimeError as error:
+            text = (
+                f"rank {rank} is gone, or gave no answer for {self.timeout_seconds:g} s; see its own output ({error})"
+            )
+            raise LostRankError(text) from error
 
     def close(self) -> None:
         """Give the group up; later calls see one rank."""

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import torch
@@ -44,8 +45,8 @@ def test_every_rank_learns_of_a_fault(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def export_and_fail(folder: str, out: str, model_config: ModelConfig, how: str) -> str:
-    """Rank 1's part of an EP=2 export ends half-way: it raises, or the process is gone."""
+def export_and_fail(folder: str, out: str, model_config: ModelConfig, how: str) -> tuple[str, float]:
+    """Rank 1's part of an EP=2 export ends half-way: it raises, or is gone. The error, and when it came."""
     mesh = build_mesh(ParallelConfig(ep=2), torch.device("cpu"))
     model = build_model(Config(model=model_config, parallel=mesh.config, precision=PrecisionConfig("fp32")), mesh)
     peers = Peers(60)
@@ -62,35 +63,40 @@ def export_and_fail(folder: str, out: str, model_config: ModelConfig, how: str) 
                 yield name, Part(*local_box(tensor))
 
     export = Export(model_config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    began = time.monotonic()
     try:
         export_parts(out, parts(), export, peers)
     except (OSError, RuntimeError) as caught:
         text = str(caught)
+    seconds = time.monotonic() - began
     peers.close()
-    return text
+    return text, seconds
 
 
 def test_an_export_that_fails_on_one_rank_leaves_nothing(tmp_path):
     reference, config = build_reference("qwen3_moe", torch.float32)
     reference.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
-    for text in run_workers(export_and_fail, 2, str(tmp_path / "hf"), str(tmp_path / "out"), config, "raises"):
+    for text, _ in run_workers(export_and_fail, 2, str(tmp_path / "hf"), str(tmp_path / "out"), config, "raises"):
         assert "no room on rank 1" in text
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_an_export_whose_rank_is_killed_leaves_nothing(tmp_path):
-    """In processes of its own, because `run_workers` would end the surviving one before it has cleaned up."""
+    """In processes of its own, because `run_workers` would end the surviving one before it has cleaned up.
+
+    That one learns of it from the connection, long before the 60 s that it would wait for an answer.
+    """
     reference, config = build_reference("qwen3_moe", torch.float32)
     reference.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
     pool = WorkerPool(2)
     try:
         for pipe in pool.pipes:
             pipe.send((export_and_fail, (str(tmp_path / "hf"), str(tmp_path / "out"), config, "killed")))
-        assert pool.pipes[0].poll(240)
-        finished, text = pool.pipes[0].recv()
+        # No limit of its own: whatever the worker does ends by the 60 s of its groups, and then the pipe does, too.
+        finished, (text, seconds) = pool.pipes[0].recv()
     finally:
         pool.close()
-    assert finished and "gloo" in text
+    assert finished and text.startswith("rank 1 is gone") and seconds < 30
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

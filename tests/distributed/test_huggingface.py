@@ -1,7 +1,9 @@
-"""Hugging Face folders in every layout: equal logits and loss, equal files at 1, 2 and 4 processes."""
+"""Hugging Face folders in every layout: equal logits, loss and gradients, equal files at 1, 2 and 4 processes."""
 
 import hashlib
+import re
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from parallel.config import ParallelConfig
 from parallel.init import local_box
 from parallel.mesh import build_mesh
+from parallel.tensor_parallel import sum_shared_gradients
 from tests.distributed.harness import run_workers
 from tests.transformers_models import COMMON, DENSE, FAMILIES, E, KeepDouble, V, build_reference
 from tests.transformers_models import convert as weights_of
@@ -19,9 +22,10 @@ from trainer.build import build_model
 from trainer.checkpoint import load_weights
 from trainer.compose import load_config
 from trainer.config import Config, PrecisionConfig
-from trainer.hf_source import FOLDER, keep_source, kept_source
+from trainer.hf_source import FOLDER, Source, keep_source, kept_source
 from trainer.huggingface import (
     Export,
+    Transfer,
     export_model,
     load_source,
     named_tensors,
@@ -33,48 +37,83 @@ from trainer.parity import full, named_parameters
 from trainer.peers import Peers
 
 # (ranks, layout): expert parallelism, with FSDP over its ranks, FSDP alone, replicas; tensor parallelism alone, with
-# FSDP, with whole experts, with experts that are cut.
+# whole experts, with experts that are cut.
 LAYOUTS = {
     "ep2": (2, ParallelConfig(ep=2)),
     "ep2-fsdp2": (4, ParallelConfig(ep=2)),
     "fsdp4": (4, ParallelConfig()),
     "hsdp": (4, ParallelConfig(dp_replicate=2, ep=2)),
     "tp2": (2, ParallelConfig(tp=2)),
-    "tp2-fsdp2": (4, ParallelConfig(tp=2)),
     "tp2-ep2": (4, ParallelConfig(tp=2, ep=2)),
     "tp2-etp2": (4, ParallelConfig(tp=2, etp=2)),
 }
 
 
-def in_layout(
-    folder: str, model_config: ModelConfig, parallel: ParallelConfig, recipe: str, tokens: torch.Tensor | None
-) -> tuple[torch.Tensor | None, dict[str, str], int, int]:
-    """Import, run, and export again: logits, checksums of this rank's experts, largest tensors read and written."""
+@dataclass
+class Run:
+    """One rank's part of a step: logits and loss of its sequences; on rank 0 every gradient of the whole batch."""
+
+    batch_rank: int
+    logits: torch.Tensor
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+def in_layout(folder: str, config: ModelConfig, parallel: ParallelConfig, tokens: torch.Tensor) -> list[Run]:
+    """Import and run one step in fp64, then in fp32; export from fp32."""
     mesh = build_mesh(parallel, torch.device("cpu"))
-    config = Config(model=model_config, parallel=mesh.config, precision=PrecisionConfig(recipe=recipe))
-    model = build_model(config, mesh)
     peers = Peers(60)
     source = open_for_all(folder, peers)
-    read = load_source(source, model, model_config, peers)
-    with torch.no_grad():
-        logits = None if tokens is None else model(tokens).logits_BSV
+    mine = tokens.chunk(mesh.batch_size)[mesh.batch_rank]
+    runs = []
+    for recipe in ("fp64", "fp32"):
+        model = build_model(Config(model=config, parallel=mesh.config, precision=PrecisionConfig(recipe)), mesh)
+        load_source(source, model, config, peers)
+        with torch.no_grad():
+            logits = model(mine).logits_BSV
+        loss = model(mine, labels_BS=mine.roll(-1, dims=1)).loss_sum
+        loss.backward()
+        sum_shared_gradients(model, mesh)
+        gradients = {name: full(parameter.grad) for name, parameter in named_parameters(model)}
+        runs.append(Run(mesh.batch_rank, logits, loss.detach(), gradients if mesh.rank == 0 else {}))
+    export_beside(source, model, config, peers)
+    peers.close()
+    return runs
+
+
+def export_beside(source: Source, model: torch.nn.Module, config: ModelConfig, peers: Peers) -> Transfer:
+    """Write `out` beside the folder that a model came from, as a run does that has kept what it needs of it."""
+    run = source.folder.parent
+    peers.from_rank0(lambda: keep_source(source, run / FOLDER))
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+    kept = peers.from_rank0(lambda: kept_source(run))
+    return export_model(run / "out", model, Export(config, shapes, kept), peers)
+
+
+def there_and_back(
+    folders: dict[str, ModelConfig], parallel: ParallelConfig
+) -> list[tuple[dict[str, str], Transfer, Transfer]]:
+    """Import into fp32 masters and export, per folder: checksums of this rank's experts, what was read and written."""
+    mesh = build_mesh(parallel, torch.device("cpu"))
+    peers = Peers(60)
+    found = []
+    for folder, config in folders.items():
+        model = build_model(Config(model=config, parallel=mesh.config, precision=PrecisionConfig("fp32")), mesh)
+        source = open_for_all(folder, peers)
+        read = load_source(source, model, config, peers)
+        found.append((expert_checksums(model), read, export_beside(source, model, config, peers)))
+    peers.close()
+    return found
+
+
+def expert_checksums(model: torch.nn.Module) -> dict[str, str]:
     sums: dict[str, str] = {}
     for name, tensor in named_tensors(model).items():
         if name.endswith("experts.w_down"):
             (first, *_), local = local_box(tensor)
             if local.shape[1:] == tensor.shape[1:]:
-                for index in range(local.shape[0]):
-                    sums[f"{name}/{first + index}"] = checksum(local[index])
-    run = Path(folder).parent
-    if peers.rank == 0:
-        keep_source(source, run / FOLDER)
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
-    kept = peers.from_rank0(lambda: kept_source(run))
-    written = export_model(
-        run / f"out-{mesh.world_size}", model, Export(model_config, shapes, kept), peers, replace=True
-    )
-    peers.close()
-    return logits, sums, read.largest, written.largest
+                sums |= {f"{name}/{first + index}": checksum(local[index]) for index in range(local.shape[0])}
+    return sums
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -89,29 +128,15 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.detach() - expected.detach()).norm() / expected.detach().norm())
 
 
-def one_step(
-    folder: str, model_config: ModelConfig, parallel: ParallelConfig, tokens: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """This rank's loss over its sequences, and (on rank 0) every gradient of the whole batch."""
-    mesh = build_mesh(parallel, torch.device("cpu"))
-    config = Config(model=model_config, parallel=mesh.config, precision=PrecisionConfig(recipe="fp64"))
-    model = build_model(config, mesh)
-    peers = Peers(60)
-    load_source(open_for_all(folder, peers), model, model_config, peers)
-    mine = tokens.chunk(mesh.batch_size)[mesh.batch_rank]
-    loss = model(mine, labels_BS=mine.roll(-1, dims=1)).loss_sum
-    loss.backward()
-    gradients = {name: full(parameter.grad) for name, parameter in named_parameters(model)}
-    peers.close()
-    return loss.detach(), gradients if mesh.rank == 0 else {}
-
-
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("layout", ["ep2", "ep2-fsdp2"])
-def test_loss_and_gradients_in_a_layout(tmp_path, name, layout):
-    """fp64, 1e-10; other sequences on every rank, gradients are sums."""
+@pytest.mark.parametrize("layout", ["ep2", "ep2-fsdp2", "tp2"])
+def test_a_step_in_a_layout(tmp_path, name, layout):
+    """Logits, loss and every gradient, 1e-10 in fp64 and 1e-5 in fp32; the same fp32 files come out.
+
+    The reference runs in fp64, with the same weights. Every batch rank has other sequences; loss and gradients are sums.
+    """
+    build_reference(name, torch.float32)[0].save_pretrained(tmp_path / "hf", max_shard_size="60KB")
     reference, config = build_reference(name, torch.float64)
-    reference.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
     tokens = torch.randint(0, V, (4, 40), generator=torch.Generator().manual_seed(4))
     with KeepDouble():
         logits = reference(tokens).logits
@@ -119,66 +144,50 @@ def test_loss_and_gradients_in_a_layout(tmp_path, name, layout):
             logits.flatten(0, 1), tokens.roll(-1, dims=1).flatten(), reduction="sum"
         )
     loss.backward()
-    world, parallel = LAYOUTS[layout]
-    results = run_workers(one_step, world, str(tmp_path / "hf"), config, parallel, tokens)
-    assert error(torch.stack([part for part, _ in results]).sum(), loss) < 1e-10
     expected = weights_of(reference, config, gradients=True)
-    assert results[0][1].keys() == expected.keys()
-    for parameter, gradient in results[0][1].items():
-        assert error(gradient, expected[parameter]) < 1e-10, parameter
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(
-    ("layout", "recipe", "bound"),
-    [
-        ("ep2", "fp64", 1e-10),
-        ("ep2-fsdp2", "fp64", 1e-10),
-        ("ep2-fsdp2", "fp32", 1e-5),
-        ("tp2", "fp64", 1e-10),
-    ],
-)
-def test_logits_in_a_layout(tmp_path, name, layout, recipe, bound):
-    """The bound of DESIGN section 6 in fp64; rounding through three layers in fp32. The same files come out."""
-    dtype = {"fp64": torch.float64, "fp32": torch.float32}[recipe]
-    reference, config = build_reference(name, dtype)
-    reference.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
-    tokens = torch.randint(0, V, (2, 40), generator=torch.Generator().manual_seed(3))
-    with KeepDouble(), torch.no_grad():
-        expected = reference(tokens).logits
     world, parallel = LAYOUTS[layout]
-    for logits, _, _, _ in run_workers(in_layout, world, str(tmp_path / "hf"), config, parallel, recipe, tokens):
-        assert error(logits, expected) < bound
-    assert files(tmp_path / f"out-{world}") == files(tmp_path / "hf")
+    results = run_workers(in_layout, world, str(tmp_path / "hf"), config, parallel, tokens)
+    for runs, bound in zip(zip(*results, strict=True), (1e-10, 1e-5), strict=True):
+        for run in runs:
+            assert error(run.logits, logits.chunk(world // parallel.tp)[run.batch_rank]) < bound
+        losses = {run.batch_rank: run.loss for run in runs}
+        assert error(torch.stack(list(losses.values())).sum(), loss) < bound
+        assert runs[0].gradients.keys() == expected.keys()
+        for parameter, gradient in runs[0].gradients.items():
+            assert error(gradient, expected[parameter]) < bound, parameter
+    assert files(tmp_path / "out") == files(tmp_path / "hf")
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("layout", ["fsdp4", "hsdp", "tp2-fsdp2", "tp2-ep2", "tp2-etp2"])
-def test_case_47_48_every_expert_of_every_rank_arrives_and_is_written(tmp_path, name, layout):
-    """bf16 folders through fp32 masters; each expert arrives as it is in the file, whoever holds it."""
-    reference, config = build_reference(name, torch.bfloat16)
-    reference.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
+@pytest.mark.parametrize("layout", ["ep2", "fsdp4", "hsdp", "tp2-ep2", "tp2-etp2"])
+def test_case_47_48_every_expert_of_every_rank_arrives_and_is_written(tmp_path, layout):
+    """bf16 folders of every family through fp32 masters; each expert arrives as it is in the file, whoever holds it."""
+    folders: dict[str, ModelConfig] = {}
+    for name in FAMILIES:
+        reference, folders[f"{tmp_path}/{name}/hf"] = build_reference(name, torch.bfloat16)
+        reference.save_pretrained(tmp_path / name / "hf", max_shard_size="30KB")
     world, parallel = LAYOUTS[layout]
-    results = run_workers(in_layout, world, str(tmp_path / "hf"), config, parallel, "fp32", None)
-    assert files(tmp_path / f"out-{world}") == files(tmp_path / "hf")
-    expected = stored(tmp_path / "hf")
-    held = [item for _, sums, _, _ in results for item in sums.items()]
-    # With etp=2 no rank has a whole expert.
-    experts = E if parallel.etp == 1 else 0
-    assert len({key for key, _ in held}) == experts * sum(layer >= config.num_dense_layers for layer in range(3))
-    for key, value in held:
-        layer, expert = key.split(".")[1], int(key.rpartition("/")[2])
-        assert value == checksum(stored_down(expected, layer, expert)), key
-    for _, _, read, written in results:
-        # A quarter of embedding or head, or one expert's matrix.
-        assert max(read, written) <= max(V * config.dim * 4 // world, 2 * config.dim * config.moe.expert_dim * 4)
+    by_rank = run_workers(there_and_back, world, folders, parallel)
+    for name, config, results in zip(FAMILIES, folders.values(), zip(*by_rank, strict=True), strict=True):
+        assert files(tmp_path / name / "out") == files(tmp_path / name / "hf"), name
+        expected = stored(tmp_path / name / "hf")
+        held = [item for sums, _, _ in results for item in sums.items()]
+        # With etp=2 no rank has a whole expert.
+        experts = E if parallel.etp == 1 else 0
+        assert len({key for key, _ in held}) == experts * (config.num_layers - config.num_dense_layers)
+        for key, value in held:
+            layer, expert = key.split(".")[1], int(key.rpartition("/")[2])
+            assert value == checksum(stored_down(expected, layer, expert)), (name, key)
+        for _, read, written in results:
+            # A share of embedding or head, or one expert's matrix.
+            share = max(V * config.dim * 4 // world, 2 * config.dim * config.moe.expert_dim * 4)
+            assert max(read.largest, written.largest) <= share, name
 
 
 def stored_down(tensors: dict[str, torch.Tensor], layer: str, expert: int) -> torch.Tensor:
-    prefix = f"model.layers.{layer}.mlp.experts"
-    if f"{prefix}.down_proj" in tensors:
-        return tensors[f"{prefix}.down_proj"][expert].T.float()
-    return tensors[f"{prefix}.{expert}.down_proj.weight"].float()
+    """One expert's, (D, F); in Mixtral's files it is w2, in those of gpt-oss and Llama 4 a stack of (F, D)."""
+    block = rf"model\.layers\.{layer}\.\w+\.experts"
+    (name,) = [n for n in tensors if re.fullmatch(rf"{block}(\.{expert})?\.(down_proj|w2)(\.weight)?", n)]
+    return tensors[name].float() if tensors[name].dim() == 2 else tensors[name][expert].T.float()
 
 
 def test_two_ranks_share_one_expert(tmp_path):
@@ -188,26 +197,30 @@ def test_two_ranks_share_one_expert(tmp_path):
     reference.config.num_experts_per_tok = 2
     reference = type(reference)(reference.config).to(torch.bfloat16)
     reference.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
-    run_workers(in_layout, 4, str(tmp_path / "hf"), config, ParallelConfig(ep=2), "fp32", None)
-    assert files(tmp_path / "out-4") == files(tmp_path / "hf")
+    run_workers(there_and_back, 4, {str(tmp_path / "hf"): config}, ParallelConfig(ep=2))
+    assert files(tmp_path / "out") == files(tmp_path / "hf")
 
 
-def convert(folder: str, out: str, back: str) -> None:
+def convert(*places: Path) -> None:
+    """`import` and `export`, in each of the places."""
     peers = Peers(60)
-    hf_convert.import_folder(folder, out, peers)
-    hf_convert.export_folder(out, back, peers, max_file_bytes=30_000)
+    for place in places:
+        hf_convert.import_folder(place / "hf", place / "run", peers)
+        hf_convert.export_folder(place / "run", place / "back", peers, max_file_bytes=30_000)
     peers.close()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_conversion_there_and_back(tmp_path, name, world):
+def test_conversion_there_and_back(tmp_path, world):
     """`convert_hf.py import` and `export`: the same files at every number of processes."""
-    reference, _ = build_reference(name, torch.bfloat16)
-    reference.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
-    run_workers(convert, world, str(tmp_path / "hf"), str(tmp_path / "run"), str(tmp_path / "back"))
-    assert files(tmp_path / "back") == files(tmp_path / "hf")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "run"]
+    places = [tmp_path / name for name in ("mixtral", "gpt_oss", "deepseek_v3")]
+    for place in places:
+        reference, _ = build_reference(place.name, torch.bfloat16)
+        reference.save_pretrained(place / "hf", max_shard_size="30KB")
+    run_workers(convert, world, *places)
+    for place in places:
+        assert files(place / "back") == files(place / "hf"), place.name
+        assert sorted(path.name for path in place.iterdir()) == ["back", "hf", "run"]
 
 
 @pytest.mark.parametrize(("name", "world"), [("gpt_oss", 2), ("deepseek_v3", 4)])
@@ -220,7 +233,7 @@ def test_quantized_conversion(tmp_path, monkeypatch, name, world):
         meant = quantize_mxfp4(tmp_path / "hf", torch.Generator().manual_seed(0))
     else:
         meant = quantize_fp8(tmp_path / "hf", 12)
-    run_workers(convert, world, str(tmp_path / "hf"), str(tmp_path / "run"), str(tmp_path / "back"))
+    run_workers(convert, world, tmp_path)
     written = stored(tmp_path / "back")
     assert len(meant) > 5
     for key, value in meant.items():

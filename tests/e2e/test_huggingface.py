@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.e2e.runs import ROOT, Bench, attempt, contents
-from tests.transformers_models import COMMON, build_reference
+from tests.transformers_models import COMMON, build_reference, byte_tokenizer
 from trainer.checkpoint import load_weights
 from trainer.compose import load_config
 from trainer.models.transformer import Transformer
-from trainer.tokenizer import END_OF_TEXT, Tokenizer, read_tokenizer
+from trainer.tokenizer import read_tokenizer
 
 VOCAB = 288
 TEXT = "def add(a, b):\n    return a + b\n"
@@ -28,18 +28,6 @@ def commands() -> list[str]:
     blocks = re.findall(r"```sh\n(.*?)```", section, re.S)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
-
-
-def byte_tokenizer() -> Tokenizer:
-    import tokenizers
-
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate(alphabet)}
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    bpe.add_special_tokens([END_OF_TEXT])
-    return Tokenizer(bpe.to_str(), END_OF_TEXT, "bytes")
 
 
 @pytest.fixture(scope="module")

@@ -89,6 +89,22 @@ def test_no_room_is_told_before_anything_is_written(tmp_path, small_disk, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_a_disk_that_fills_up_during_import_is_told_of(tmp_path, monkeypatch, capsys):
+    """The room was there when it was looked for; the checkpoint's file then goes to a device that is always full."""
+    written(tmp_path / "hf", "mixtral", torch.bfloat16)
+
+    def opened(path, *arguments, **options):
+        full = str(path).endswith(".distcp") and "w" in arguments[0]
+        return open("/dev/full" if full else path, *arguments, **options)
+
+    monkeypatch.setattr("trainer.checkpoint_files.open", opened, raising=False)
+    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 1
+    told = capsys.readouterr().err
+    assert "run was not written, and nothing is left of it" in told and "make room" in told
+    assert "No space left on device" in told and "__0_0.distcp" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_memory_in_a_file_has_its_room_on_the_disk(tmp_path):
     """Without it, the first write that finds none would kill the process."""
     _in_file(tmp_path / "x", (1000, 1000), torch.float32)

@@ -11,7 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.transformers_models import DENSE, FAMILIES, E, K, KeepDouble, V, build_reference, convert
+from tests.transformers_models import (
+    COMMON,
+    DENSE,
+    FAMILIES,
+    E,
+    K,
+    KeepDouble,
+    V,
+    build_reference,
+    byte_tokenizer,
+    convert,
+)
 from trainer.compose import compose
 from trainer.hf_config import choose_family, config_json, differences, model_config
 from trainer.hf_families import FAMILIES as FORMATS
@@ -73,31 +84,25 @@ def edit(folder: Path, change) -> Path:
 
 @pytest.mark.parametrize("name", ALL)
 def test_logits_loss_and_gradients_after_import(tmp_path, name):
-    """Bounds of the issue; 40 tokens leave the window (7) and YaRN's original length (16)."""
-    reference, config = write_folder(tmp_path / "hf", name, torch.float64)
-    ours = imported(tmp_path / "hf", config, torch.float64)
+    """1e-10 in fp64, 1e-5 in fp32, against the same weights in fp64; 40 tokens leave the window (7) and YaRN's
+    original length (16)."""
+    write_folder(tmp_path / "hf", name, torch.float32)
+    reference, config = build_reference(name, torch.float64)
     tokens = torch.randint(0, V, (2, 40), generator=torch.Generator().manual_seed(3))
     labels = tokens.roll(-1, dims=1)
     with KeepDouble():
         logits = reference(tokens).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     loss.backward()
-    out = ours(tokens, labels_BS=labels)
-    out.loss_sum.backward()
-    assert error(ours(tokens).logits_BSV, logits) < 1e-10
-    assert error(out.loss_sum, loss) < 1e-10
     expected = convert(reference, config, gradients=True)
-    for parameter, tensor in ours.named_parameters():
-        assert error(tensor.grad, expected[parameter]) < 1e-10, parameter
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_logits_in_fp32(tmp_path, name):
-    reference, config = write_folder(tmp_path / "hf", name, torch.float32)
-    tokens = torch.randint(0, V, (2, 40), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        actual = imported(tmp_path / "hf", config, torch.float32)(tokens).logits_BSV
-        assert error(actual, reference(tokens).logits) < 1e-5
+    for dtype, bound in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        ours = imported(tmp_path / "hf", config, dtype)
+        out = ours(tokens, labels_BS=labels)
+        out.loss_sum.backward()
+        assert error(ours(tokens).logits_BSV, logits) < bound
+        assert error(out.loss_sum, loss) < bound
+        for parameter, tensor in ours.named_parameters():
+            assert error(tensor.grad, expected[parameter]) < bound, parameter
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -112,17 +117,22 @@ def test_export_writes_the_same_files(tmp_path, name, dtype):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_transformers_opens_what_has_no_source(tmp_path, name):
-    """Names, files and config.json by our own choice; fp32, so the bound is that of fp32 logits."""
+def test_transformers_opens_model_and_tokenizer(tmp_path, monkeypatch, name):
+    """Names, files and config.json by our own choice, as no source tells; fp32, so the bound is that of fp32 logits."""
     import transformers
 
+    tokenizer = byte_tokenizer()
+    monkeypatch.setattr("tests.transformers_models.V", tokenizer.vocab_size)
+    monkeypatch.setitem(COMMON, "vocab_size", tokenizer.vocab_size)
     _, config = write_folder(tmp_path / "hf", name, torch.float32)
     ours = imported(tmp_path / "hf", config, torch.float32)
-    export(tmp_path / "out", ours, config, dtype=torch.float32, max_file_bytes=60_000)
+    export(tmp_path / "out", ours, config, tokenizer=tokenizer, dtype=torch.float32, max_file_bytes=60_000)
+    text = "def add(a, b):\n    return a + b  # and so on\n"
+    tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")(text, return_tensors="pt")["input_ids"]
+    assert tokens.tolist() == [tokenizer.encode(text)] and tokens.shape[1] > 40
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
-    tokens = torch.randint(0, V, (2, 40), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         assert error(theirs(tokens).logits, ours(tokens).logits_BSV) < 1e-5
 
