@@ -133,7 +133,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_a_step_in_a_layout(tmp_path, name, layout):
     """Logits, loss and every gradient, 1e-10 in fp64 and 1e-5 in fp32; the same fp32 files come out.
 
-    The reference runs in fp64, with the same weights. Every batch rank has other sequences; loss and gradients are sums.
+    The reference runs in fp64, with the same weights. Every batch rank has other sequences; results are sums.
     """
     build_reference(name, torch.float32)[0].save_pretrained(tmp_path / "hf", max_shard_size="60KB")
     reference, config = build_reference(name, torch.float64)
