@@ -88,9 +88,8 @@ def gradients(function, q, k, v, sinks, grad) -> dict[str, torch.Tensor]:
     return {"out": out.detach()} | {name: x.grad for name, x in leaves.items()}
 
 
-@functools.cache
 def context_of(ring: int, ulysses: int) -> ContextParallel:
-    """This worker's place when all of them share each sequence. Collective the first time."""
+    """This worker's place when all of them share each sequence. Collective; the pool ends its groups after each task."""
     ranks = torch.arange(ring * ulysses).view(ring, ulysses)
     ring_group = ulysses_group = None
     for column in ranks.T.tolist() if ring > 1 else []:
@@ -116,14 +115,19 @@ def attention(case: Case, context: ContextParallel, q, k, v, sinks):
 
 
 def worker(case: Case, ring: int, ulysses: int) -> dict[str, torch.Tensor]:
-    context = context_of(ring, ulysses)
+    return worker_at(case, context_of(ring, ulysses))
+
+
+def worker_at(case: Case, context: ContextParallel) -> dict[str, torch.Tensor]:
+    ring, ulysses = context.ring, context.ulysses
     q, k, v, sinks, grad = inputs(case)
     q, k, v, grad = (own_part(x, ring, ulysses) for x in (q, k, v, grad))
     return gradients(functools.partial(attention, case, context), q, k, v, sinks, grad)
 
 
 def workers_of_many(cases: list[Case], ring: int, ulysses: int) -> list[dict[str, torch.Tensor]]:
-    return [worker(case, ring, ulysses) for case in cases]
+    context = context_of(ring, ulysses)
+    return [worker_at(case, context) for case in cases]
 
 
 def assembled(parts: list[dict[str, torch.Tensor]], ring: int, ulysses: int) -> dict[str, torch.Tensor]:
