@@ -89,7 +89,7 @@ def gradients(function, q, k, v, sinks, grad) -> dict[str, torch.Tensor]:
 
 
 def context_of(ring: int, ulysses: int) -> ContextParallel:
-    """This worker's place when all of them share each sequence. Collective; the pool ends its groups after each task."""
+    """This worker's place when all share each sequence. Collective; the pool ends the groups after each task."""
     ranks = torch.arange(ring * ulysses).view(ring, ulysses)
     ring_group = ulysses_group = None
     for column in ranks.T.tolist() if ring > 1 else []:
