@@ -159,7 +159,7 @@ def _work(rank: int, world_size: int, port: int, device: str, pipe: Connection) 
             function, args = pipe.recv()
             try:
                 with temporary_groups():
-                    result = function(*args)
-                pipe.send((True, result))
+                    # Told before the ranks meet to give up their groups: one of them may be gone, or hang.
+                    pipe.send((True, function(*args)))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
