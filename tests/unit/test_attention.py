@@ -170,10 +170,10 @@ def test_chunk_lengths_for_varlen(bound):
     """No chunk is longer than its size, whatever the documents; a static bound has room for all of them."""
     plan = SequencePlan("varlen", plan_for(IDS).positions_BS)
     starts = document_starts(IDS)
-    lengths = _plan_chunks(plan, B, S, starts, 2, bound).chunk_cu_seqlens_N
+    lengths = _plan_chunks(plan, AttentionConfig(chunk_size=2), B, S, starts, bound).chunk_cu_seqlens_N
     ends = [0, 2, 4, 5, 7, 8, 9, 11, 12, 14, 16, 18, 20, 22, 24]
     assert lengths[: len(ends)].tolist() == ends and (lengths[len(ends) :] == 24).all()
-    alone = _plan_chunks(plan, B, S, None, 5, bound).chunk_cu_seqlens_N
+    alone = _plan_chunks(plan, AttentionConfig(chunk_size=5), B, S, None, bound).chunk_cu_seqlens_N
     assert alone.unique().tolist() == [0, 5, 10, 12, 17, 22, 24]
 
 
