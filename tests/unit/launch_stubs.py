@@ -4,6 +4,7 @@ Everything they do is appended to files in one folder, `$STUBS`, which the tests
 """
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -149,6 +150,8 @@ class Stubs:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # A background job of a script ignores interrupts, and so would all that it starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.processes.append(process)
         return process
