@@ -34,6 +34,13 @@ LAYOUTS = {
     "hsdp_ep2": settled(4, dp_replicate=2, ep=2),
 }
 SEVERAL = [name for name in LAYOUTS if name != "one"]
+# The families whose parts appear in the first three: two layouts are enough for what is their own.
+PAIRED = [
+    (layout, name)
+    for layout in SEVERAL
+    for name in MODELS
+    if name in ("qwen3", "deepseek", "gpt_oss") or layout in ("ep2", "ep2_fsdp2")
+]
 
 
 def traced(model: ModelConfig, parallel: ParallelConfig, **options) -> Trace | None:
@@ -56,8 +63,7 @@ def norm(trace: Trace, part: str) -> float:
     return math.sqrt(sum(squares))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", SEVERAL)
+@pytest.mark.parametrize(("layout", "name"), PAIRED)
 def test_layout_equals_one_process(layout: str, name: str) -> None:
     reference = plain("one", name)
     # The comparison is worth something only if nothing in it is trivially zero.
@@ -100,8 +106,7 @@ def test_case_03_parameters_after_steps_with_ep_and_fsdp_agree() -> None:
     assert len(moved) == len(reference.final)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", SEVERAL)
+@pytest.mark.parametrize(("layout", "name"), PAIRED)
 def test_case_08_the_router_gradient_is_right_in_every_layout(layout: str, name: str) -> None:
     ours, reference = plain(layout, name), plain("one", name)
     keys = [key for key in reference.gradients if ".router." in key]
