@@ -28,9 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore
 
+from comms.kernels.codec import RECORD_ALIGNMENT
 from comms.kernels.gather_sum import gather_sum
-
-RECORD_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)

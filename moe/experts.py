@@ -22,11 +22,7 @@ from moe.config import MoEConfig
 from moe.fused_experts import FusedPairs, fused_experts
 from moe.grouped_gemm import grouped_linear, resolve_backend
 from moe.linear_maps import local
-from moe.reference import reference_experts
-
-# gpt-oss's clamped SwiGLU: the clamp and the slope of its sigmoid.
-CLAMP_LIMIT = 7.0
-CLAMP_SLOPE = 1.702
+from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE, reference_experts
 
 
 class Pairs(NamedTuple):

@@ -18,7 +18,6 @@ failed process ends the program with its traceback.
 import argparse
 import json
 import os
-import re
 import socket
 import statistics
 import sys
@@ -39,11 +38,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from comms.split_sequence import SplitSequence
 from parallel.context_parallel import ContextParallel, context_attention
 from parallel.process_group import process_group
+from scripts.bench_results import result_file, write_result
 from scripts.bench_train import commit, probe
 from trainer.models.config import AttentionConfig
 from trainer.models.inner_attention import InnerAttention, plan_sequences
 
-ROOT = Path(__file__).resolve().parent.parent
 MODES = ("ring", "ulysses")
 
 
@@ -68,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = probe()
     try:
         settle(arguments, machine)
-        out = result_file(arguments, machine)
-        earlier = read_results(out) if out is not None and out.exists() else {}
+        out = result_file(arguments, "attention", machine["card"], "modes")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -78,8 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         spawn(run_rank, (free_port(), arguments, file), nprocs=arguments.nproc)
         result = {**describe(arguments, machine), "modes": json.loads(file.read_text())}
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({**earlier, name_of(arguments): result}, indent=1, allow_nan=False) + "\n")
+        write_result(out, name_of(arguments), result, "modes")
         print(f"written: {out}")
     print(table(result))
     return 0
@@ -129,29 +126,6 @@ def settle(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
     unit = 2 * arguments.nproc
     if arguments.seq_len % unit:
         raise ValueError(f"--seq-len={arguments.seq_len} must be a multiple of 2 x --nproc = {unit}")
-
-
-def result_file(arguments: argparse.Namespace, machine: dict[str, Any]) -> Path | None:
-    """Where the result goes; None: nowhere."""
-    if arguments.dry_run and arguments.out is None:
-        return None
-    card = re.sub(r"[^a-z0-9]+", "_", machine["card"].lower().removeprefix("nvidia "))
-    return arguments.out or ROOT / "benchmarks" / f"attention_{card}.json"
-
-
-def read_results(file: Path) -> dict[str, Any]:
-    """{name: result} of earlier invocations.
-
-    Raises:
-        ValueError: the file is something else.
-    """
-    try:
-        results = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); give another --out, or remove it") from None
-    if not isinstance(results, dict) or not all("modes" in result for result in results.values()):
-        raise ValueError(f"{file} holds no results of this benchmark; give another --out, or remove it")
-    return results
 
 
 def name_of(arguments: argparse.Namespace) -> str:

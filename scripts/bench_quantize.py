@@ -13,7 +13,6 @@ The result goes into benchmarks/quantize_CARD.json, one entry per set of sizes. 
 
 import argparse
 import json
-import re
 import statistics
 import sys
 import time
@@ -29,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from comms.kernels.codec import pack_rows, unpack_rows
 from moe.kernels.quantize import pad_groups
 from moe.quantize import fp8_rows, fp8_squares, mxfp8_both, mxfp8_columns, mxfp8_rows
+from scripts.bench_results import result_file, write_result
 from scripts.bench_train import commit
 
-ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 10
 
 # A form's work, and the tensors it reads.
@@ -45,17 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: no GPU found; --dry-run tries the program on the CPU", file=sys.stderr)
         return 2
     card = "cpu" if arguments.dry_run else torch.cuda.get_device_name()
-    out = result_file(arguments, card)
     try:
-        earlier = read_results(out) if out is not None and out.exists() else {}
+        out = result_file(arguments, "quantize", card, "forms")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     result = {**describe(arguments, card), "forms": measure(arguments)}
     if out is not None:
         name = f"{arguments.rows}_{arguments.width}_{arguments.experts}_experts"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({**earlier, name: result}, indent=1, allow_nan=False) + "\n")
+        write_result(out, name, result, "forms")
         print(f"written: {out}", file=sys.stderr)
     print(json.dumps(result, allow_nan=False) if arguments.json else table(result))
     return 0
@@ -82,29 +79,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.rows % 32:
         parser.error(f"--rows={arguments.rows} must be a multiple of 32, the rows of one block")
     return arguments
-
-
-def result_file(arguments: argparse.Namespace, card: str) -> Path | None:
-    """Where the result goes; None: nowhere."""
-    if arguments.dry_run and arguments.out is None:
-        return None
-    card = re.sub(r"[^a-z0-9]+", "_", card.lower().removeprefix("nvidia "))
-    return arguments.out or ROOT / "benchmarks" / f"quantize_{card}.json"
-
-
-def read_results(file: Path) -> dict[str, Any]:
-    """{name: result} of earlier invocations.
-
-    Raises:
-        ValueError: the file is something else.
-    """
-    try:
-        results = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); give another --out, or remove it") from None
-    if not isinstance(results, dict) or not all("forms" in result for result in results.values()):
-        raise ValueError(f"{file} holds no results of this benchmark; give another --out, or remove it")
-    return results
 
 
 def describe(arguments: argparse.Namespace, card: str) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -31,7 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.train_speed import Row, measure, read_ours, read_results, read_torchtitan, summarise, table, write_result
+from scripts.bench_results import result_file, write_result
+from scripts.train_speed import Row, measure, read_ours, read_torchtitan, summarise, table
 from trainer.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = probe()
     try:
         settle(arguments, machine)
-        out = result_file(arguments, machine)
+        out = result_file(arguments, "train", machine["card"], "runs")
         baseline = find_baseline(arguments)
         with contextlib.ExitStack() as stack:
             work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_train_")))
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     result = {**describe(arguments, machine), "baseline": baseline, **summarise(rows)}
     if out is not None:
-        write_result(out, arguments.model, result)
+        write_result(out, arguments.model, result, "runs")
         print(f"written: {out}")
     print(table(result))
     return 1 if any(row.error for row in rows) else 0
@@ -140,21 +140,6 @@ def settle(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
     if arguments.nproc > machine["gpus"]:
         raise ValueError(f"--nproc={arguments.nproc}: there are {machine['gpus']} GPUs")
     arguments.layers = arguments.layers or (8 if machine["memory_gib"] >= GIB_FOR_8_LAYERS else 6)
-
-
-def result_file(arguments: argparse.Namespace, machine: dict[str, Any]) -> Path | None:
-    """Where the result goes; None: nowhere.
-
-    Raises:
-        ValueError: a file that is there already holds something else.
-    """
-    if arguments.dry_run and arguments.out is None:
-        return None
-    card = re.sub(r"[^a-z0-9]+", "_", machine["card"].lower().removeprefix("nvidia "))
-    out = arguments.out or ROOT / "benchmarks" / f"train_{card}.json"
-    if out.exists():
-        read_results(out)
-    return out
 
 
 def find_baseline(arguments: argparse.Namespace) -> dict[str, str]:

@@ -1,15 +1,11 @@
 """What runs of scripts/bench_train.py reported: reading it, summing it up, keeping it, showing it."""
 
-import json
 import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
-
-MODELS = ("qwen3", "deepseek_v3")
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 TORCHTITAN_LINE = re.compile(
@@ -123,29 +119,6 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         "pair_ratios": [a / b for a, b in zip(ours, theirs, strict=False)],
         "runs": [asdict(row) for row in rows],
     }
-
-
-def read_results(file: Path) -> dict[str, Any]:
-    """{model: result} of an earlier invocation.
-
-    Raises:
-        ValueError: the file is something else.
-    """
-    try:
-        results = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); give another --out, or remove it") from None
-    if not isinstance(results, dict) or not set(results) <= set(MODELS):
-        raise ValueError(f"{file} holds no results of this benchmark; give another --out, or remove it")
-    return results
-
-
-def write_result(file: Path, model: str, result: dict[str, Any]) -> None:
-    """Put the result of a model in the place of its earlier one; other models' stay."""
-    results = read_results(file) if file.exists() else {}
-    results[model] = result
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
 def table(result: dict[str, Any]) -> str:

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from parallel.config import ParallelConfig
 from parallel.init import clean_name
 from parallel.mesh import Mesh, build_mesh
-from parallel.process_group import temporary_groups
 from trainer.build import build_model
 from trainer.config import Config, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from trainer.data import Batch
@@ -65,7 +64,6 @@ class Bounds(NamedTuple):
 BOUNDS = {"fp64": Bounds(1e-10, 1e-10), "fp32": Bounds(5e-6, 5e-6), "bf16": Bounds(5e-2, 1e-2)}
 
 
-@temporary_groups()
 def trace_layout(
     model_config: ModelConfig,
     parallel: ParallelConfig,

@@ -27,13 +27,18 @@ import triton.language as tl
 
 
 @triton.jit
-def _counts(offsets, num_experts, EXPERTS: tl.constexpr):
-    """Pairs of each expert, (EXPERTS,), zero behind the last."""
+def _schedule(
+    offsets, num_experts, width, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Of each expert (0 behind the last): number, pairs, tiles, end of its tiles; and the tiles of one row."""
     index = tl.arange(0, EXPERTS)
     real = index < num_experts
     ends = tl.load(offsets + index, mask=real, other=0)
     starts = tl.load(offsets + index - 1, mask=real & (index > 0), other=0)
-    return index, ends - starts
+    counts = ends - starts
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    tiles = tl.cdiv(counts, BLOCK_M) * tiles_n
+    return index, counts, tiles, tl.cumsum(tiles, 0), tiles_n
 
 
 @triton.jit
@@ -101,10 +106,7 @@ def up_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Two accumulators, gate and up, over the same A rows."""
-    index, counts = _counts(offsets, num_experts, EXPERTS)
-    tiles_n = tl.cdiv(hidden, BLOCK_N)
-    tiles = tl.cdiv(counts, BLOCK_M) * tiles_n
-    tile_ends = tl.cumsum(tiles, 0)
+    index, counts, tiles, tile_ends, tiles_n = _schedule(offsets, num_experts, hidden, EXPERTS, BLOCK_M, BLOCK_N)
     for tile in range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
         expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
         pair = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -151,10 +153,7 @@ def rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[p] = B[e] a[p] (+ w[p] * bias[e]); B is (width, inner) or, for gradients, (inner, width)."""
-    index, counts = _counts(offsets, num_experts, EXPERTS)
-    tiles_n = tl.cdiv(width, BLOCK_N)
-    tiles = tl.cdiv(counts, BLOCK_M) * tiles_n
-    tile_ends = tl.cumsum(tiles, 0)
+    index, counts, tiles, tile_ends, tiles_n = _schedule(offsets, num_experts, width, EXPERTS, BLOCK_M, BLOCK_N)
     for tile in range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
         expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
         first = start + m * BLOCK_M
@@ -190,10 +189,7 @@ def act_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """da[p] = W_down[e]^T dout[p], used up in the epilogue: dh, the weighted activation, <da, act> of these columns."""
-    index, counts = _counts(offsets, num_experts, EXPERTS)
-    tiles_n = tl.cdiv(hidden, BLOCK_N)
-    tiles = tl.cdiv(counts, BLOCK_M) * tiles_n
-    tile_ends = tl.cumsum(tiles, 0)
+    index, counts, tiles, tile_ends, tiles_n = _schedule(offsets, num_experts, hidden, EXPERTS, BLOCK_M, BLOCK_N)
     for tile in range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
         expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
         first = start + m * BLOCK_M

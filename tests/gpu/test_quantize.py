@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from comms.kernels.codec import dequantize, dequantize_reference, pack_rows_, quantize, quantize_reference, record_bytes
 from moe.kernels.quantize import (
@@ -13,11 +12,9 @@ from moe.kernels.quantize import (
     quantize_columns,
 )
 from moe.quantize import swizzle_column_groups, swizzle_row_groups
+from tests.quantizer_cases import BLOCKS, DTYPES, assert_same, awkward
 
 pytestmark = pytest.mark.gpu
-
-DTYPES = [torch.bfloat16, torch.float32]
-BLOCKS = [(1, 32), (1, 128), (128, 128)]
 
 
 @pytest.fixture(autouse=True)
@@ -26,21 +23,6 @@ def _outputs_start_poisoned():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def awkward(dtype: torch.dtype, rows: int, width: int) -> Tensor:
-    """On the CPU: any bits in some columns (NaN and Inf too), small numbers elsewhere, a row of zeros."""
-    generator = torch.Generator().manual_seed(width)
-    bits = torch.randint(-(2**31), 2**31, (rows, width), generator=generator).to(torch.int32)
-    x = torch.randn(rows, width, generator=generator) * 2.0 ** torch.randint(-20, 1, (rows, width), generator=generator)
-    x[:, : width // 4] = bits[:, : width // 4].view(torch.float32)
-    x[1], x[2] = 0, x[3].nan_to_num(0, 1, 1) * 2.0**-126
-    return x.to(dtype)
-
-
-def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,14 +1,7 @@
 """The quantizers' kernels against plain PyTorch, byte for byte. Run like tests/interpreter/test_kernels.py."""
 
-import os
-
 import pytest
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/unit/test_interpreter.py runs it", allow_module_level=True)
-
 import torch
-from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from comms.kernels import codec
@@ -22,40 +15,15 @@ from moe.kernels.quantize import (
     quantize_both,
     quantize_columns,
 )
+from tests.quantizer_cases import BLOCKS, DTYPES, assert_same, awkward
 
 # NaN and Inf are among the inputs.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in multiply:RuntimeWarning")
-
-DTYPES = [torch.bfloat16, torch.float32]
-BLOCKS = [(1, 32), (1, 128), (128, 128)]
 
 
 def test_the_kernels_are_interpreted() -> None:
     kernels = (codec._quantize_kernel, codec._dequantize_kernel, gathered._gathered_kernel, gathered._pad_groups_kernel)
     assert all(isinstance(kernel, InterpretedFunction) for kernel in kernels)
-
-
-@pytest.fixture(autouse=True)
-def _outputs_start_poisoned():
-    """What a kernel forgets to write stays NaN, or 255."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def awkward(dtype: torch.dtype, rows: int, width: int) -> Tensor:
-    """Any bits in some columns (NaN and Inf among them), small numbers in others, a row of zeros, one of subnormals."""
-    generator = torch.Generator().manual_seed(width)
-    bits = torch.randint(-(2**31), 2**31, (rows, width), generator=generator).to(torch.int32)
-    x = torch.randn(rows, width, generator=generator) * 2.0 ** torch.randint(-20, 1, (rows, width), generator=generator)
-    x[:, : width // 4] = bits[:, : width // 4].view(torch.float32)
-    x[1], x[2] = 0, x[3].nan_to_num(0, 1, 1) * 2.0**-126
-    return x.to(dtype)
-
-
-def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from scripts import bench_train
-from scripts.train_speed import LogLine, Row, measure, read_ours, read_torchtitan, summarise, table, write_result
+from scripts.bench_results import result_file, write_result
+from scripts.train_speed import LogLine, Row, measure, read_ours, read_torchtitan, summarise, table
 from trainer.metrics_file import MetricsFile, read_metrics
 
 RED, GREEN, ORANGE, TURQUOISE = "\033[31m", "\033[32m", "\033[38;2;180;60;0m", "\033[38;2;54;234;195m"
@@ -127,9 +128,9 @@ def test_table_without_a_baseline_and_with_a_failed_run() -> None:
 
 def test_results_of_two_models_share_a_file(tmp_path: Path) -> None:
     file = tmp_path / "new" / "train_h100.json"
-    write_result(file, "qwen3", result(("ours", 1.0)))
-    write_result(file, "deepseek_v3", result(("ours", 2.0)))
-    write_result(file, "qwen3", result(("ours", 3.0)))
+    write_result(file, "qwen3", result(("ours", 1.0)), "runs")
+    write_result(file, "deepseek_v3", result(("ours", 2.0)), "runs")
+    write_result(file, "qwen3", result(("ours", 3.0)), "runs")
     kept = json.loads(file.read_text())
     assert {model: kept[model]["runs"][0]["tokens_per_second_per_gpu"] for model in kept} == {
         "qwen3": 3.0,
@@ -137,12 +138,12 @@ def test_results_of_two_models_share_a_file(tmp_path: Path) -> None:
     }
     file.write_text('{"else": 1}')
     with pytest.raises(ValueError, match="holds no results of this benchmark"):
-        write_result(file, "qwen3", result())
+        write_result(file, "qwen3", result(), "runs")
 
 
 def test_result_file_is_named_after_the_card() -> None:
     arguments = bench_train.parse_arguments([])
-    out = bench_train.result_file(arguments, {"card": "NVIDIA H100 80GB HBM3"})
+    out = result_file(arguments, "train", "NVIDIA H100 80GB HBM3", "runs")
     assert out == bench_train.ROOT / "benchmarks" / "train_h100_80gb_hbm3.json"
 
 

@@ -1,0 +1,19 @@
+"""Kernels are interpreted when TRITON_INTERPRET=1 is set before triton is imported: tests/unit/test_interpreter.py
+starts a process of its own with it. Elsewhere there is nothing here to run.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def _memory_starts_poisoned() -> Iterator[None]:
+    """What a kernel forgets to write stays NaN, or 255 in bytes."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
