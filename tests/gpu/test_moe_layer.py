@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 
 DIM, BATCH, SEQ = 128, 4, 64
 BOUND = 1e-2
+BACKENDS = ["grouped_mm", "fused"]
 SOFTMAX = MoEConfig(num_experts=16, top_k=4, expert_dim=96, aux_loss=0.1, z_loss=0.1)
 CONFIGS = {
     "softmax": SOFTMAX,
@@ -44,10 +45,11 @@ def relative_error(ours: Tensor, oracle: Tensor) -> float:
     return float((ours.double() - oracle.double()).norm() / oracle.double().norm())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equals_the_oracle(name: str, padded: bool) -> None:
-    config = CONFIGS[name]
+def test_equals_the_oracle(name: str, padded: bool, backend: str) -> None:
+    config = replace(CONFIGS[name], backend=backend)
     layer, x_BSD = build(config), sample().requires_grad_()
     mask_BS = torch.arange(SEQ, device="cuda") < torch.tensor([[64], [40], [1], [0]], device="cuda") if padded else None
     num_tokens = BATCH * SEQ if mask_BS is None else mask_BS.sum()
@@ -71,8 +73,9 @@ def test_equals_the_oracle(name: str, padded: bool) -> None:
         assert relative_error(a.detach(), b.detach()) <= BOUND, (label, relative_error(a.detach(), b.detach()))
 
 
-def test_case_11_14_idle_experts_have_zero_gradients() -> None:
-    layer = build(replace(SOFTMAX, router_bias=True))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_case_11_14_idle_experts_have_zero_gradients(backend: str) -> None:
+    layer = build(replace(SOFTMAX, router_bias=True, backend=backend))
     with torch.no_grad():
         layer.router.bias.copy_(torch.where(torch.arange(16, device="cuda") < 4, 100.0, 0.0))
     blocks = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(16)]
@@ -83,10 +86,11 @@ def test_case_11_14_idle_experts_have_zero_gradients() -> None:
         assert bool(torch.isfinite(parameter.grad).all()) and float(parameter.grad[:4].float().norm()) > 0, name
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["softmax", "sigmoid", "biased"])
-def test_a_dropless_layer_on_one_rank_never_waits_for_the_device(name: str) -> None:
+def test_a_dropless_layer_on_one_rank_never_waits_for_the_device(name: str, backend: str) -> None:
     """Forward and backward: counts, offsets and schedules stay on the GPU."""
-    layer, x_BSD = build(CONFIGS[name]), sample().requires_grad_()
+    layer, x_BSD = build(replace(CONFIGS[name], backend=backend)), sample().requires_grad_()
     scale = BalanceScale(BATCH * SEQ, BATCH, 1)
 
     def step() -> None:
@@ -101,11 +105,12 @@ def test_a_dropless_layer_on_one_rank_never_waits_for_the_device(name: str) -> N
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_results_repeat_bit_for_bit() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_repeat_bit_for_bit(backend: str) -> None:
     """No atomics in any sum: two runs give the same bits, gradients included."""
 
     def run() -> list[Tensor]:
-        layer, x_BSD = build(CONFIGS["sigmoid"]), sample().requires_grad_()
+        layer, x_BSD = build(replace(CONFIGS["sigmoid"], backend=backend)), sample().requires_grad_()
         y_BSD, _ = layer(x_BSD)
         y_BSD.float().square().sum().backward()
         return [y_BSD, x_BSD.grad, *(parameter.grad for parameter in layer.parameters())]
