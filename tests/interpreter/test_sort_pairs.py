@@ -1,11 +1,12 @@
-"""The sort of pairs and the movement of their rows under Triton's interpreter: integers and copies, so equal exactly."""
+"""The sort of pairs and movement of their rows under Triton's interpreter: integers and copies, so equal exactly."""
 
 import pytest
 import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from moe.kernels import pair_rows, sort_pairs as module
+from moe.kernels import pair_rows
+from moe.kernels import sort_pairs as module
 from moe.kernels.pair_rows import expand_rows, expand_rows_reference, gather_rows, gather_sums
 from moe.kernels.sort_pairs import sort_pairs, sort_pairs_reference
 
@@ -35,19 +36,19 @@ def test_the_worked_example() -> None:
     assert tables == [[0, 2, 0, 1, 2], [1, 4, 0, 3, 5], [[2, 0], [-1, 3], [1, 4]], [2, 5]]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("num_experts", [1, 2, 5, 128, 256, 1000])
-@pytest.mark.parametrize(("num_rows", "num_slots"), [(1, 1), (300, 1), (137, 8), (200, 16), (0, 3)])
-def test_equals_its_reference(dtype, num_experts, num_rows, num_slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many small blocks, of which no size but one is a multiple."""
-    monkeypatch.setattr(module, "BLOCK", 64)
+@pytest.mark.parametrize(("num_rows", "num_slots"), [(75, 1), (13, 8), (6, 16), (0, 3)])
+def test_equals_its_reference(num_experts, num_rows, num_slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of which one size is a multiple and others not."""
+    monkeypatch.setattr(module, "BLOCK", 16)
     monkeypatch.setattr(module, "SCAN", 4)
+    dtype = torch.int64 if num_rows == 13 else torch.int32
     assert_sorted(draw(num_rows, num_slots, num_experts, dtype), num_experts)
 
 
 @pytest.mark.parametrize("expert", [-1, 0, 6])
 def test_all_pairs_to_one_expert_or_to_none(expert: int) -> None:
-    assert_sorted(torch.full((700, 3), expert), 7)
+    assert_sorted(torch.full((400, 3), expert), 7)
 
 
 def test_blocks_of_the_real_size_and_ids_of_any_stride() -> None:
@@ -61,8 +62,8 @@ def test_pairs_beyond_the_known_number_are_not_written() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("width", [1, 7, 64, 2500])
-@pytest.mark.parametrize("num_rows", [0, 1, 37])
+@pytest.mark.parametrize("width", [1, 7, 2500])
+@pytest.mark.parametrize("num_rows", [0, 1, 11])
 def test_rows_are_copied_to_their_pairs(dtype, width, num_rows) -> None:
     ids_RK = draw(num_rows, 3, 5)
     num_pairs = int((ids_RK >= 0).sum())
