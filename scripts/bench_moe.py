@@ -131,6 +131,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         setattr(arguments, option, chosen)
     if arguments.rounds <= 0:
         parser.error("--rounds must be positive")
+    if arguments.dry_run and arguments.kernels:
+        parser.error("--kernels needs a GPU: leave --dry-run out")
     return arguments
 
 
@@ -178,7 +180,7 @@ def measure_shape(name: str, arguments: argparse.Namespace) -> list[dict[str, An
         entries.append(entry)
     del sides
     release(device)
-    for entry in entries if arguments.kernels and not arguments.dry_run else []:
+    for entry in entries if arguments.kernels else []:
         entry["kernels"] = measure_kernels(make_problem(shape, entry["routing"], device), entry["routing"])
     for side in arguments.sides if arguments.first_call else []:
         if side in entries[0]["sides"]:

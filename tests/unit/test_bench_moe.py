@@ -95,6 +95,9 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--shapes: Grok is not known; choose from Qwen3-30B-A3B" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(["--rounds", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(["--dry-run", "--kernels"])
+    assert "--kernels needs a GPU" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no result to draw has the side torch"):
         draw_ratios({"a": {"sides": {"fused": {}}}}, tmp_path / "a.svg")
     file = tmp_path / "notes.json"
