@@ -11,7 +11,7 @@ nothing beside the activation, and its gradient needs `a` alone: y never has to 
 Shape suffixes: R rows, K experts per token, P pairs, D model dim, F expert hidden dim, E experts of this rank.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,41 +19,12 @@ from torch import Tensor, nn
 
 from comms.kernels.gather_sum import gather_sum
 from moe.config import MoEConfig
-from moe.fused_experts import FusedPairs, fused_experts
+from moe.fused_experts import fused_experts
 from moe.grouped_gemm import grouped_linear, resolve_backend
+from moe.kernels.pair_rows import expand_rows
+from moe.kernels.sort_pairs import Pairs, sort_pairs
 from moe.linear_maps import local
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE, reference_experts
-
-
-class Pairs(NamedTuple):
-    """(row, expert) pairs sorted by expert, stable in the order of rows."""
-
-    # Row of each pair.
-    rows_P: Tensor
-    # Index of each pair in the flattened (R, K) table of ids.
-    order_P: Tensor
-    # Where pair (r, k) stands in the sorted order, -1 for none.
-    slots_RK: Tensor
-    # int32, end of each expert's pairs.
-    offsets_E: Tensor
-
-
-def sort_pairs(ids_RK: Tensor, num_experts: int, num_pairs: int) -> Pairs:
-    """Sort pairs by expert without asking the device for sizes.
-
-    Args:
-        ids_RK: expert of each pair, -1 for none.
-        num_pairs: how many ids are not -1; known to the plan.
-    """
-    num_slots = ids_RK.shape[1]
-    keys = torch.where(ids_RK >= 0, ids_RK, num_experts).reshape(-1)
-    sorted_keys, order = keys.sort(stable=True)
-    order_P = order[:num_pairs]
-    slots = torch.full_like(keys, -1).scatter_(0, order_P, torch.arange(num_pairs, device=keys.device))
-    experts = torch.arange(num_experts, device=keys.device)
-    offsets_E = torch.searchsorted(sorted_keys, experts, right=True).to(torch.int32)
-    return Pairs(order_P // num_slots, order_P, slots.view_as(ids_RK), offsets_E)
-
 
 # w_gate_up, w_down, b_gate_up, b_down
 ExpertWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -89,7 +60,7 @@ class GroupedExperts(nn.Module):
         pairs = sort_pairs(ids_RK, w_down.shape[0], num_pairs)
         if backend == "fused":
             return self.fused(rows_RD, weights_RK, (w_gate_up, w_down, b_gate_up, b_down), pairs)
-        weights_P = weights_RK.reshape(-1).gather(0, pairs.order_P)
+        weights_P = weights_RK.reshape(-1).index_select(0, pairs.order_P)
         x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK))  # pyright: ignore
         if self.config.scores_before_experts:
             x_PD, weights_P = (x_PD * weights_P[:, None]).to(x_PD.dtype), torch.ones_like(weights_P)
@@ -107,14 +78,13 @@ class GroupedExperts(nn.Module):
         """The same by fused kernels (moe/fused_experts.py)."""
         activation = self.config.activation
         if not self.config.scores_before_experts:
-            fused_pairs = FusedPairs(pairs.rows_P.int(), pairs.order_P, pairs.slots_RK, pairs.offsets_E)
-            return fused_experts(rows_RD, weights_RK, *weights, fused_pairs, activation)
+            return fused_experts(rows_RD, weights_RK, *weights, pairs, activation)
         # Each pair is a row of its own, already weighted.
-        weights_P = weights_RK.reshape(-1).gather(0, pairs.order_P)
+        weights_P = weights_RK.reshape(-1).index_select(0, pairs.order_P)
         x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK))  # pyright: ignore
         x_PD = (x_PD * weights_P[:, None]).to(x_PD.dtype)
-        index_P = torch.arange(x_PD.shape[0], device=x_PD.device)
-        alone = FusedPairs(index_P.int(), index_P, index_P[:, None], pairs.offsets_E)
+        index_P = torch.arange(x_PD.shape[0], device=x_PD.device, dtype=torch.int32)
+        alone = Pairs(index_P, index_P, index_P[:, None], pairs.offsets_E)
         y_PD = fused_experts(x_PD, torch.ones_like(weights_P)[:, None], *weights, alone, activation)
         return _SumPairs.apply(y_PD, pairs.rows_P, pairs.slots_RK)  # type: ignore[no-any-return]
 
@@ -146,7 +116,7 @@ class _GatherPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, rows_P: Tensor, slots_RK: Tensor) -> Tensor:
         ctx.save_for_backward(slots_RK)
-        return rows_RD[rows_P]
+        return expand_rows(rows_RD, slots_RK, rows_P.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -158,9 +128,10 @@ class _SumPairs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y_PD: Tensor, rows_P: Tensor, slots_RK: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_P)
+        ctx.save_for_backward(slots_RK)
+        ctx.num_pairs = rows_P.shape[0]
         return gather_sum(y_PD, slots_RK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grads[0][ctx.saved_tensors[0]], None, None
+        return expand_rows(grads[0], ctx.saved_tensors[0], ctx.num_pairs), None, None

@@ -28,6 +28,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from comms.kernels.gather_sum import gather_sum
 from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_kernel, weight_grad_kernel
+from moe.kernels.pair_rows import expand_rows, gather_sums
+from moe.kernels.sort_pairs import Pairs
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE
 
 
@@ -55,17 +57,6 @@ TILES = {
 }
 
 
-class FusedPairs(NamedTuple):
-    """(row, expert) pairs sorted by expert, as the kernels want them; see moe.experts.Pairs."""
-
-    # int32
-    rows_P: Tensor
-    order_P: Tensor
-    slots_RK: Tensor
-    # int32
-    offsets_E: Tensor
-
-
 def fused_experts(
     rows_RD: Tensor,
     weights_RK: Tensor,
@@ -73,7 +64,7 @@ def fused_experts(
     w_down_EDF: Tensor,
     b_gate_up_E2F: Tensor | None,
     b_down_ED: Tensor | None,
-    pairs: FusedPairs,
+    pairs: Pairs,
     activation: str,
 ) -> Tensor:
     """(R, D): the weighted sum over each row's experts, in the rows' dtype; rows without pairs get zero."""
@@ -92,42 +83,41 @@ class _FusedExperts(torch.autograd.Function):
         w_down_EDF: Tensor,
         b_gate_up_E2F: Tensor | None,
         b_down_ED: Tensor | None,
-        pairs: FusedPairs,
+        pairs: Pairs,
         activation: str,
     ) -> Tensor:
         rows_RD = rows_RD.contiguous()
-        weights_P = weights_RK.reshape(-1).gather(0, pairs.order_P).float()
+        weights_P = gather_sums(weights_RK.reshape(-1, 1), pairs.order_P)
         h_PH, a_PF = up(rows_RD, pairs.rows_P, weights_P, w_gate_up_E2FD, b_gate_up_E2F, pairs.offsets_E, activation)
         y_PD = down(a_PF, w_down_EDF, b_down_ED, weights_P, pairs.offsets_E)
-        ctx.save_for_backward(rows_RD, weights_P, h_PH, w_gate_up_E2FD, w_down_EDF, b_gate_up_E2F, b_down_ED, *pairs)
-        ctx.activation, ctx.weights_like = activation, (weights_RK.shape, weights_RK.dtype)
+        weights = w_gate_up_E2FD, w_down_EDF, b_gate_up_E2F, b_down_ED
+        ctx.save_for_backward(rows_RD, weights_P, h_PH, *weights, pairs.slots_RK, pairs.offsets_E)
+        ctx.activation, ctx.weights_dtype = activation, weights_RK.dtype
         return gather_sum(y_PD, pairs.slots_RK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows_RD, weights_P, h_PH, w_gate_up_E2FD, w_down_EDF, b_gate_up_E2F, b_down_ED, *indices = ctx.saved_tensors
-        pairs = FusedPairs(*indices)
+        rows_RD, weights_P, h_PH, *weights, slots_RK, offsets_E = ctx.saved_tensors
+        w_gate_up_E2FD, w_down_EDF, b_gate_up_E2F, b_down_ED = weights
         dout_RD = grads[0].contiguous()
-        dout_PD = gather_sum(dout_RD, pairs.rows_P[:, None])
-        dh_PH, a_PF, dots_P = act_grad(dout_PD, weights_P, w_down_EDF, pairs.offsets_E, h_PH, ctx.activation)
-        dw_down_EDF = weight_grad(dout_PD, a_PF, pairs.offsets_E)
+        dout_PD = expand_rows(dout_RD, slots_RK, weights_P.shape[0])
+        dh_PH, a_PF, dots_P = act_grad(dout_PD, weights_P, w_down_EDF, offsets_E, h_PH, ctx.activation)
+        dw_down_EDF = weight_grad(dout_PD, a_PF, offsets_E)
         db_gate_up_E2F = db_down_ED = None
         if b_gate_up_E2F is not None or b_down_ED is not None:
             # As products with a one-hot matrix: no atomics.
-            of_expert_PE = _one_hot(pairs.offsets_E, dout_PD)
+            of_expert_PE = _one_hot(offsets_E, dout_PD)
             if b_down_ED is not None:
                 dots_P = dots_P + ((dout_PD @ b_down_ED.T) * of_expert_PE).sum(1)
                 db_down_ED = (of_expert_PE * weights_P[:, None]).to(dout_PD.dtype).T @ dout_PD
             if b_gate_up_E2F is not None:
                 db_gate_up_E2F = (of_expert_PE.T @ dh_PH).view_as(b_gate_up_E2F)
         del dout_PD, a_PF
-        d_rows_RD = gather_sum(up_grad(dh_PH, w_gate_up_E2FD, pairs.offsets_E), pairs.slots_RK)
-        rows_PD = gather_sum(rows_RD, pairs.rows_P[:, None])
-        dw_gate_up_E2FD = weight_grad(dh_PH, rows_PD, pairs.offsets_E).view_as(w_gate_up_E2FD)
-        shape, dtype = ctx.weights_like
-        d_weights = torch.zeros(shape.numel(), dtype=dtype, device=rows_RD.device)
-        d_weights = d_weights.scatter_(0, pairs.order_P, dots_P.to(dtype)).view(shape)
-        return d_rows_RD, d_weights, dw_gate_up_E2FD, dw_down_EDF, db_gate_up_E2F, db_down_ED, None, None
+        d_rows_RD = gather_sum(up_grad(dh_PH, w_gate_up_E2FD, offsets_E), slots_RK)
+        rows_PD = expand_rows(rows_RD, slots_RK, weights_P.shape[0])
+        dw_gate_up_E2FD = weight_grad(dh_PH, rows_PD, offsets_E).view_as(w_gate_up_E2FD)
+        d_weights_RK = gather_sums(dots_P[:, None], slots_RK).to(ctx.weights_dtype)
+        return d_rows_RD, d_weights_RK, dw_gate_up_E2FD, dw_down_EDF, db_gate_up_E2F, db_down_ED, None, None
 
 
 @torch.library.custom_op("sluicegate::experts_up", mutates_args=())

@@ -68,6 +68,6 @@ def _gather_sum_kernel(rows, slots, out, width, num_terms, WIDE: tl.constexpr, B
     inside = columns < width
     total = tl.zeros([BLOCK], dtype=WIDE)
     for n in range(num_terms):
-        slot = tl.load(slots + t * num_terms + n)
+        slot = tl.load(slots + t * num_terms + n).to(tl.int64)
         total += tl.load(rows + slot * width + columns, mask=inside & (slot >= 0), other=0.0).to(WIDE)
     tl.store(out + t * width + columns, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,150 @@
+"""Move rows, and numbers of rows, to the order of (row, expert) pairs and back; tables as in moe/kernels/sort_pairs.py.
+
+    expand_rows    out[slots[r, k]] = x[r]: every row read once and written to each of its pairs
+    gather_rows    out[p] = x[rows[p]]: the same by reading; a row is read again for each of its pairs
+    gather_sums    out[i] = sum of values[index[i]]: the few numbers of a pair, e.g. the parts of a dot product
+
+An expansion is a copy: its time is the bytes moved. With K pairs per row of B bytes `expand_rows` moves (1 + K) B per
+row and `gather_rows` 2 K B, unless the cache still has the row, which it has not when experts are many. Rows move as
+they are, in vectors of 16 bytes where the width allows.
+
+Worked example: slots = [[2, 0], [-1, 1]], rows = [0, 1, 0] and x = [[5], [7]] give [[5], [7], [5]].
+
+Shape suffixes: R rows, K slots per row, P pairs, D row width, N numbers asked for, V values of each.
+"""
+
+# Kernels are written in Triton's language, which has no types.
+# pyright: basic
+# ruff: noqa: ANN001, ANN202
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Most columns of one program of an expansion: two vectors of 16 bytes for each of 128 threads, in 16-bit types.
+COLUMNS = 2048
+# Numbers of one program of `gather_sums`.
+NUMBERS = 256
+
+
+@torch.library.custom_op("sluicegate::expand_rows", mutates_args=())
+def expand_rows(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
+    """x_PD[slots_RK[r, k]] = x_RD[r], skipping slots of -1. No autograd: callers state their backward.
+
+    Args:
+        slots_RK: int32 or int64; of its entries that are not -1 every number below num_pairs is one.
+    """
+    x_RD = x_RD.contiguous()
+    if not _on_triton(x_RD):
+        return expand_rows_reference(x_RD, slots_RK, num_pairs)
+    out_PD = x_RD.new_empty(num_pairs, x_RD.shape[1])
+    (num_rows, num_slots), width = slots_RK.shape, x_RD.shape[1]
+    if out_PD.numel():
+        block = min(triton.next_power_of_2(width), COLUMNS)
+        with torch.cuda.device(x_RD.device) if x_RD.is_cuda else torch.no_grad():
+            _expand_kernel[(num_rows * triton.cdiv(width, block),)](
+                *(x_RD, slots_RK.contiguous(), out_PD, width), SLOTS=num_slots, BLOCK=block
+            )  # type: ignore[arg-type]
+    return out_PD
+
+
+@expand_rows.register_fake
+def _(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
+    return x_RD.new_empty(num_pairs, x_RD.shape[1])
+
+
+def expand_rows_reference(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
+    """`expand_rows` in plain PyTorch."""
+    row, k = (slots_RK >= 0).nonzero(as_tuple=True)
+    rows_P = row.new_empty(num_pairs).scatter_(0, slots_RK[row, k].long(), row)
+    return x_RD[rows_P]
+
+
+@torch.library.custom_op("sluicegate::gather_rows", mutates_args=())
+def gather_rows(x_RD: Tensor, rows_P: Tensor) -> Tensor:
+    """x_PD[p] = x_RD[rows_P[p]]. No autograd: callers state their backward."""
+    x_RD = x_RD.contiguous()
+    if not _on_triton(x_RD):
+        return x_RD[rows_P]
+    num_pairs, width = rows_P.shape[0], x_RD.shape[1]
+    out_PD = x_RD.new_empty(num_pairs, width)
+    if out_PD.numel():
+        block = min(triton.next_power_of_2(width), COLUMNS)
+        # As many rows as fill a program: narrow rows alone would not.
+        rows = max(1, COLUMNS // block)
+        with torch.cuda.device(x_RD.device) if x_RD.is_cuda else torch.no_grad():
+            _gather_kernel[(triton.cdiv(num_pairs, rows) * triton.cdiv(width, block),)](
+                *(x_RD, rows_P.contiguous(), out_PD, num_pairs, width), ROWS=rows, BLOCK=block
+            )  # type: ignore[arg-type]
+    return out_PD
+
+
+@gather_rows.register_fake
+def _(x_RD: Tensor, rows_P: Tensor) -> Tensor:
+    return x_RD.new_empty(rows_P.shape[0], x_RD.shape[1])
+
+
+@torch.library.custom_op("sluicegate::gather_sums", mutates_args=())
+def gather_sums(values_PV: Tensor, index_N: Tensor) -> Tensor:
+    """sums_N[n] = sum over v of values_PV[index_N[n], v] in fp32, 0 where the index is -1. No autograd."""
+    if not _on_triton(values_PV):
+        if values_PV.shape[0] == 0:
+            return torch.zeros(index_N.shape, dtype=torch.float32, device=values_PV.device)
+        return torch.where(index_N >= 0, values_PV.float().sum(1)[index_N.clamp(min=0)], 0.0)
+    out_N = torch.empty(index_N.shape, dtype=torch.float32, device=values_PV.device)
+    size = out_N.numel()
+    if size:
+        with torch.cuda.device(values_PV.device) if values_PV.is_cuda else torch.no_grad():
+            _sums_kernel[(triton.cdiv(size, NUMBERS),)](
+                *(values_PV.contiguous(), index_N.contiguous(), out_N, size, values_PV.shape[1]), BLOCK=NUMBERS
+            )  # type: ignore[arg-type]
+    return out_N
+
+
+@gather_sums.register_fake
+def _(values_PV: Tensor, index_N: Tensor) -> Tensor:
+    return torch.empty(index_N.shape, dtype=torch.float32, device=values_PV.device)
+
+
+def _on_triton(x: Tensor) -> bool:
+    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def _expand_kernel(x, slots, out, width, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: one block of columns of one row; neighbours have the same row."""
+    blocks = tl.cdiv(width, BLOCK)
+    row = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    values = tl.load(x + row.to(tl.int64) * width + column, mask=inside)
+    # Unrolled: the first read brings the cache line that has the row's other slots.
+    for k in tl.static_range(SLOTS):
+        slot = tl.load(slots + row * SLOTS + k).to(tl.int64)
+        tl.store(out + slot * width + column, values, mask=inside & (slot >= 0))
+
+
+@triton.jit
+def _gather_kernel(x, rows, out, num_pairs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: one block of columns of some pairs."""
+    blocks = tl.cdiv(width, BLOCK)
+    pair = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + pair, mask=pair < num_pairs, other=0).to(tl.int64)
+    inside = (pair < num_pairs)[:, None] & (column < width)[None, :]
+    values = tl.load(x + row[:, None] * width + column[None, :], mask=inside)
+    tl.store(out + pair.to(tl.int64)[:, None] * width + column[None, :], values, mask=inside)
+
+
+@triton.jit
+def _sums_kernel(values, index, out, size, width, BLOCK: tl.constexpr):
+    """One program: some of the numbers."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pair = tl.load(index + n, mask=n < size, other=-1).to(tl.int64)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for v in range(width):
+        total += tl.load(values + pair * width + v, mask=pair >= 0, other=0.0).to(tl.float32)
+    tl.store(out + n, total, mask=n < size)
