@@ -50,11 +50,13 @@ class Tile(NamedTuple):
 # The best of a handful on an H200 (docs/LOG.md). Under the interpreter the tests put small ones in their place.
 TILES = {
     "up": Tile(128, 128, 64, 8, 3, parts=2),
-    "down": Tile(128, 256, 64, 8, 3),
-    "act_grad": Tile(128, 256, 64, 8, 3, parts=4),
-    "up_grad": Tile(128, 256, 64, 8, 3),
+    "down": Tile(128, 256, 64, 8, 3, group=8),
+    "act_grad": Tile(128, 256, 64, 8, 3, group=8),
+    "up_grad": Tile(128, 256, 64, 8, 3, group=8),
     "weight_grad": Tile(128, 256, 32, 8, 5),
 }
+# Pairs and columns of one program of the activation's gradient.
+ACT_ROWS, ACT_COLUMNS = 8, 256
 
 
 def fused_experts(
@@ -134,7 +136,7 @@ def up(
     (E, _, F, D), P, tile = w_E2FD.shape, rows_P.shape[0], TILES["up"]
     h_PH, a_PF = rows_RD.new_empty(P, 2 * F), rows_RD.new_empty(P, F)
     if P:
-        w_desc = TensorDescriptor.from_tensor(w_E2FD.view(E * 2 * F, D), [tile.n, tile.k])
+        w_desc = TensorDescriptor.from_tensor(w_E2FD.view(E * 2, F, D), [2, tile.n, tile.k])
         up_kernel[_grid(rows_RD)](
             rows_RD, rows_P, weights_P, w_desc, b_E2F, offsets_E, h_PH, a_PF, D, F, E,
             EXPERTS=triton.next_power_of_2(E), HAS_BIAS=b_E2F is not None, EVEN_K=D % tile.k == 0, PARTS=tile.parts,
@@ -184,18 +186,16 @@ def act_grad(
     dout_PD: Tensor, weights_P: Tensor, w_EDF: Tensor, offsets_E: Tensor, h_PH: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh (P, 2F), w[p] * act(h[p]) (P, F), and <da, act(h)> (P,) in fp32, where da[p] = W[e]^T dout[p]."""
-    (E, D, F), P, tile = w_EDF.shape, h_PH.shape[0], TILES["act_grad"]
-    dh_PH, a_PF = torch.empty_like(h_PH), h_PH.new_empty(P, F)
-    dots = torch.empty(P, triton.cdiv(F, tile.n), dtype=torch.float32, device=h_PH.device)
+    P, E, F = h_PH.shape[0], w_EDF.shape[0], w_EDF.shape[2]
+    da_PF = _rows_times(dout_PD, w_EDF, offsets_E, TILES["act_grad"], True)
+    dh_PH, dots_P = torch.empty_like(h_PH), torch.empty(P, dtype=torch.float32, device=h_PH.device)
     if P:
-        dout_desc = TensorDescriptor.from_tensor(dout_PD, [tile.m, tile.k])
-        w_desc = TensorDescriptor.from_tensor(w_EDF.view(E * D, F), [tile.k, tile.n])
-        act_grad_kernel[_grid(dout_PD)](
-            dout_desc, weights_P, w_desc, offsets_E, h_PH, dh_PH, a_PF, dots, D, F, E,
-            EXPERTS=triton.next_power_of_2(E), EVEN_K=D % tile.k == 0, PARTS=tile.parts,
-            **_activation(activation), **_launch(dout_PD, tile),
+        act_grad_kernel[(triton.cdiv(P, ACT_ROWS),)](
+            da_PF, weights_P, offsets_E, h_PH, dh_PH, dots_P, F, E,
+            ROWS=ACT_ROWS, BLOCK=min(ACT_COLUMNS, triton.next_power_of_2(F)), **_activation(activation),
         )  # fmt: skip
-    return dh_PH, a_PF, dots.sum(1)
+    # The kernel has put the weighted activation into da's place.
+    return dh_PH, da_PF, dots_P
 
 
 @act_grad.register_fake  # pyright: ignore[reportUnknownMemberType]

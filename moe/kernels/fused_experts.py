@@ -4,11 +4,11 @@ Pairs are sorted by expert; `offsets[e]` is the end of expert e's pairs.
 
     up           h[p] = W_gate_up[e] x[rows[p]] + b,  a[p] = w[p] * act(h[p]): both maps in one pass over rows read by
                  index, so that received rows are not copied per pair
-    rows         y[p] = W_down[e] a[p], and dx[p] = W_gate_up[e]^T dh[p]; summed per row elsewhere
-    act_grad     from da = W_down[e]^T dout[p]:  dh[p], w[p] * act(h[p]), and <da, act(h[p])> per block of columns
+    rows         y[p] = W_down[e] a[p], da[p] = W_down[e]^T dout[p], dx[p] = W_gate_up[e]^T dh[p]
+    act_grad     from da = W_down[e]^T dout[p]:  dh[p], w[p] * act(h[p]), and <da, act(h[p])>
     weight_grad  dW[e] = sum over its pairs of left[p] right[p]^T
 
-Every kernel is persistent: as many programs as multiprocessors, each taking every n-th tile. Which expert and which
+Every product is persistent: as many programs as multiprocessors, each taking every n-th tile. Which expert and which
 rows a tile has, a program works out from `offsets` in registers, so that nothing is asked of the host. Sums run in fp32
 without atomics: results do not depend on scheduling.
 
@@ -105,7 +105,7 @@ def up_kernel(
     LIMIT: tl.constexpr, SLOPE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Two accumulators, gate and up, over the same A rows."""
+    """Gate and up are one product: a block of B has the same columns of both maps."""
     index, counts, tiles, tile_ends, tiles_n = _schedule(offsets, num_experts, hidden, EXPERTS, BLOCK_M, BLOCK_N)
     for tile in range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
         expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
@@ -113,16 +113,15 @@ def up_kernel(
         valid = pair < start + count
         row = tl.load(rows + pair, mask=valid, other=0).to(tl.int64)
         a_pointers = x + row[:, None] * dim + tl.arange(0, BLOCK_K)[None, :]
-        gate_row = expert * 2 * hidden + n * BLOCK_N
-        gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        both = tl.zeros([BLOCK_M, 2 * BLOCK_N], dtype=tl.float32)
         for k in range(0, dim, BLOCK_K):
             if EVEN_K:
                 block = tl.load(a_pointers + k)
             else:
                 block = tl.load(a_pointers + k, mask=(k + tl.arange(0, BLOCK_K) < dim)[None, :], other=0.0)
-            gate = tl.dot(block, w_desc.load([gate_row, k]).T, gate, input_precision=PRECISION)
-            up = tl.dot(block, w_desc.load([gate_row + hidden, k]).T, up, input_precision=PRECISION)
+            b = w_desc.load([expert * 2, n * BLOCK_N, k]).reshape(2 * BLOCK_N, BLOCK_K)
+            both = tl.dot(block, b.T, both, input_precision=PRECISION)
+        gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
         weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
         gates = _split_columns(gate, BLOCK_M, BLOCK_N, PARTS)
         ups = _split_columns(up, BLOCK_M, BLOCK_N, PARTS)
@@ -154,7 +153,8 @@ def rows_kernel(
 ):  # fmt: skip
     """out[p] = B[e] a[p] (+ w[p] * bias[e]); B is (width, inner) or, for gradients, (inner, width)."""
     index, counts, tiles, tile_ends, tiles_n = _schedule(offsets, num_experts, width, EXPERTS, BLOCK_M, BLOCK_N)
-    for tile in range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
+    # Flattened, so that a tile's first blocks are on their way while the one before is written.
+    for tile in tl.range(tl.program_id(0), tl.sum(tiles), PROGRAMS, flatten=True):
         expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
         first = start + m * BLOCK_M
         total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -182,45 +182,29 @@ def rows_kernel(
 
 @triton.jit
 def act_grad_kernel(
-    dout_desc, weights, w_desc, offsets, h, dh, a, dots,
-    dim, hidden, num_experts,
-    PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    da, weights, offsets, h, dh, dots, hidden, num_experts,
+    CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """da[p] = W_down[e]^T dout[p], used up in the epilogue: dh, the weighted activation, <da, act> of these columns."""
-    index, counts, tiles, tile_ends, tiles_n = _schedule(offsets, num_experts, hidden, EXPERTS, BLOCK_M, BLOCK_N)
-    for tile in range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
-        expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
-        first = start + m * BLOCK_M
-        da = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for k in range(0, dim, BLOCK_K):
-            b = w_desc.load([expert * dim + k, n * BLOCK_N])
-            if not EVEN_K:
-                # dout is zero behind its last column, but 0 * what stands there need not be.
-                b = tl.where((k + tl.arange(0, BLOCK_K) < dim)[:, None], b, 0.0)
-            da = tl.dot(dout_desc.load([first, k]), b, da, input_precision=PRECISION)
-        pair = first + tl.arange(0, BLOCK_M)
-        valid = pair < start + count
-        weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
-        # In parts of the columns: six tiles at once would not fit into the registers.
-        da_parts = _split_columns(da, BLOCK_M, BLOCK_N, PARTS)
-        dot = tl.zeros([BLOCK_M], dtype=tl.float32)
-        for part in tl.static_range(PARTS):
-            column = n * BLOCK_N + part * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)
-            inside = valid[:, None] & (column < hidden)[None, :]
-            at_h = pair.to(tl.int64)[:, None] * (2 * hidden) + column[None, :]
-            gate = tl.load(h + at_h, mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(h + at_h + hidden, mask=inside, other=0.0).to(tl.float32)
-            act, d_gate, d_up = _activation_grad(gate, up, CLAMPED, LIMIT, SLOPE)
-            da_part = da_parts[part]
-            dot += tl.sum(tl.where(inside, da_part * act, 0.0), 1)
-            da_part *= weight
-            tl.store(dh + at_h, (da_part * d_gate).to(dh.dtype.element_ty), mask=inside)
-            tl.store(dh + at_h + hidden, (da_part * d_up).to(dh.dtype.element_ty), mask=inside)
-            at_a = pair.to(tl.int64)[:, None] * hidden + column[None, :]
-            tl.store(a + at_a, (act * weight).to(a.dtype.element_ty), mask=inside)
-        tl.store(dots + pair.to(tl.int64) * tiles_n + n, dot, mask=valid)
+    """One program: some pairs. dh, <da, act>, and in the place of da the weighted activation."""
+    pair = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    valid = pair < tl.load(offsets + num_experts - 1)
+    weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
+    dot = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for first in range(0, hidden, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = valid[:, None] & (column < hidden)[None, :]
+        at_h = pair[:, None] * (2 * hidden) + column[None, :]
+        at_a = pair[:, None] * hidden + column[None, :]
+        gate = tl.load(h + at_h, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(h + at_h + hidden, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(da + at_a, mask=inside, other=0.0).to(tl.float32)
+        act, d_gate, d_up = _activation_grad(gate, up, CLAMPED, LIMIT, SLOPE)
+        dot += d * act
+        d *= weight
+        tl.store(dh + at_h, (d * d_gate).to(dh.dtype.element_ty), mask=inside)
+        tl.store(dh + at_h + hidden, (d * d_up).to(dh.dtype.element_ty), mask=inside)
+        tl.store(da + at_a, (act * weight).to(da.dtype.element_ty), mask=inside)
+    tl.store(dots + pair, tl.sum(dot, 1), mask=valid)
 
 
 @triton.jit
