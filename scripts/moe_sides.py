@@ -67,7 +67,7 @@ class Side(NamedTuple):
     to_ours: dict[str, Callable[[Tensor], Tensor]]
 
 
-NAMES = ("router", "w_gate_up", "w_down")
+NAMES: tuple[str, ...] = ("router", "w_gate_up", "w_down")
 
 
 def draw_ids(shape: Shape, routing: str, device: torch.device) -> Tensor:
@@ -183,6 +183,7 @@ def _torch(problem: Problem, compiled: bool) -> Side:
     weights = _leaves(
         problem.router_ED, problem.w_gate_up_E2FD.flatten(1, 2).transpose(1, 2), problem.w_down_EDF.transpose(1, 2)
     )
+    router, up, down = weights.values()
     layer = torch.compile(torch_moe) if compiled else torch_moe
     shape = problem.shape
     to_ours: dict[str, Callable[[Tensor], Tensor]] = {
@@ -190,7 +191,7 @@ def _torch(problem: Problem, compiled: bool) -> Side:
         "w_gate_up": lambda grad: grad.transpose(1, 2).reshape(shape.experts, 2, shape.hidden, shape.dim),
         "w_down": lambda grad: grad.transpose(1, 2),
     }
-    return Side(lambda x_TD: layer(x_TD, *weights.values(), shape.top_k), weights, to_ours)
+    return Side(lambda x_TD: layer(x_TD, router, up, down, shape.top_k), weights, to_ours)
 
 
 def torch_moe(x_TD: Tensor, router_ED: Tensor, up_EDH: Tensor, down_EFD: Tensor, top_k: int) -> Tensor:

@@ -13,8 +13,8 @@ Worked example: slots = [[2, 0], [-1, 1]], rows = [0, 1, 0] and x = [[5], [7]] g
 Shape suffixes: R rows, K slots per row, P pairs, D row width, N numbers asked for, V values of each.
 """
 
-# Kernels are written in Triton's language, which has no types.
-# pyright: basic
+# Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
+# pyright: basic, reportArgumentType=false
 # ruff: noqa: ANN001, ANN202
 
 import os
@@ -47,7 +47,7 @@ def expand_rows(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
         with torch.cuda.device(x_RD.device) if x_RD.is_cuda else torch.no_grad():
             _expand_kernel[(num_rows * triton.cdiv(width, block),)](
                 *(x_RD, slots_RK.contiguous(), out_PD, width), SLOTS=num_slots, BLOCK=block
-            )  # type: ignore[arg-type]
+            )
     return out_PD
 
 
@@ -78,7 +78,7 @@ def gather_rows(x_RD: Tensor, rows_P: Tensor) -> Tensor:
         with torch.cuda.device(x_RD.device) if x_RD.is_cuda else torch.no_grad():
             _gather_kernel[(triton.cdiv(num_pairs, rows) * triton.cdiv(width, block),)](
                 *(x_RD, rows_P.contiguous(), out_PD, num_pairs, width), ROWS=rows, BLOCK=block
-            )  # type: ignore[arg-type]
+            )
     return out_PD
 
 
@@ -100,7 +100,7 @@ def gather_sums(values_PV: Tensor, index_N: Tensor) -> Tensor:
         with torch.cuda.device(values_PV.device) if values_PV.is_cuda else torch.no_grad():
             _sums_kernel[(triton.cdiv(size, NUMBERS),)](
                 *(values_PV.contiguous(), index_N.contiguous(), out_N, size, values_PV.shape[1]), BLOCK=NUMBERS
-            )  # type: ignore[arg-type]
+            )
     return out_N
 
 

@@ -15,8 +15,8 @@ slots = [[2, 0], [-1, 3], [1, 4]], offsets = [2, 5].
 Shape suffixes: R rows, K experts per row, P pairs, E experts.
 """
 
-# Kernels are written in Triton's language, which has no types.
-# pyright: basic
+# Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
+# pyright: basic, reportArgumentType=false
 # ruff: noqa: ANN001, ANN202
 
 import os
@@ -96,12 +96,12 @@ def _launch(ids_RK: Tensor, tables: tuple[Tensor, Tensor, Tensor, Tensor]) -> No
     num_blocks, experts = triton.cdiv(size, BLOCK), triton.next_power_of_2(num_experts)
     # Behind each expert's counts its total.
     counts = offsets_E.new_empty(num_experts, num_blocks + 1)
-    _count_kernel[(num_blocks,)](ids_RK, counts, size, num_experts, EXPERTS=experts, BLOCK=BLOCK)  # type: ignore[arg-type]
-    _scan_kernel[(num_experts,)](counts, num_blocks, BLOCKS=min(triton.next_power_of_2(num_blocks), SCAN))  # type: ignore[arg-type]
+    _count_kernel[(num_blocks,)](ids_RK, counts, size, num_experts, EXPERTS=experts, BLOCK=BLOCK)
+    _scan_kernel[(num_experts,)](counts, num_blocks, BLOCKS=min(triton.next_power_of_2(num_blocks), SCAN))
     _place_kernel[(num_blocks,)](
         ids_RK, counts, rows_P, order_P, slots_RK, offsets_E, size, num_experts, num_pairs, ids_RK.shape[1],
         EXPERTS=experts, BLOCK=BLOCK,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 @triton.jit
