@@ -18,17 +18,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moe.kernels.choose import count_ids
+
 # Keeps a token whose sigmoid scores all underflowed to zero from dividing zero by zero.
 SCORE_EPS = 1e-20
 
 
 def count_tokens(topk_ids_TK: Tensor, num_experts: int) -> Tensor:
     """(E,) int64: pairs of each expert; negative ids count nowhere. Does not wait for the device."""
-    ids = topk_ids_TK.flatten()
-    # Slot E collects the pairs without expert. Integer additions are exact in any order.
-    slots = torch.where(ids >= 0, ids, num_experts)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    return counts.scatter_add(0, slots, torch.ones_like(slots))[:num_experts]
+    return count_ids(topk_ids_TK, num_experts)
 
 
 def batch_aux_loss(

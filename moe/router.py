@@ -14,13 +14,14 @@ G expert groups.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from comms.split_sequence import SplitSequence
 from moe.config import MoEConfig
+from moe.kernels.choose import stable_topk
 
 NO_EXPERT = -1
 # Keeps a sum of sigmoid scores that all underflowed to zero from dividing zero by zero.
@@ -130,7 +131,50 @@ def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, token
         x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
     dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     bias_E = None if bias_E is None else bias_E.to(dtype)
+    if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16:
+        logits_TE = wide_linear(x_TD, weight_ED)
+        return logits_TE if bias_E is None else logits_TE + bias_E
     return torch.nn.functional.linear(x_TD.to(dtype), weight_ED.to(dtype), bias_E)
+
+
+# An operator, because the result's dtype is one that autograd does not know of a product of two bf16 matrices.
+
+
+@torch.library.custom_op("sluicegate::wide_linear", mutates_args=())
+def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """x W^T of bf16 operands on a GPU in fp32: products of bf16 are exact in fp32, so tensor cores lose nothing."""
+    return torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
+
+
+@torch.library.custom_op("sluicegate::wide_linear_grad", mutates_args=())
+def wide_linear_grad(d_logits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
+    """dx and dW in bf16. The gradient of the logits enters as two bf16 numbers, which hold 16 bits of it."""
+    high_TE = d_logits_TE.bfloat16()
+    both = torch.cat([high_TE, (d_logits_TE - high_TE).bfloat16()], dim=1)
+    dx_TD = both @ weight_ED.repeat(2, 1)
+    dw_high_ED, dw_low_ED = torch.mm(both.t(), x_TD, out_dtype=torch.float32).chunk(2)
+    return dx_TD, (dw_high_ED + dw_low_ED).bfloat16()
+
+
+@wide_linear.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=torch.float32)
+
+
+@wide_linear_grad.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(d_logits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_TD), torch.empty_like(weight_ED)
+
+
+def _wide_linear_setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _wide_linear_backward(ctx: Any, d_logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+    return wide_linear_grad(d_logits_TE, *ctx.saved_tensors)
+
+
+wide_linear.register_autograd(_wide_linear_backward, setup_context=_wide_linear_setup)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _choose(
@@ -151,7 +195,7 @@ def _choose(
         scores_TE = logits_TE
     if config.num_groups > 1:
         scores_TE = _mask_other_groups(scores_TE, config)
-    return _stable_topk(scores_TE, config.top_k)
+    return stable_topk(scores_TE, config.top_k)
 
 
 def _balanced_ids(
@@ -173,14 +217,9 @@ def _mask_other_groups(scores_TE: Tensor, config: MoEConfig) -> Tensor:
     grouped = scores_TE.view(T, G, E // G)
     num_best = 1 if config.group_score == "max" else min(2, E // G)
     group_scores_TG = grouped.topk(num_best, dim=-1).values.sum(dim=-1)
-    best = _stable_topk(group_scores_TG, config.top_groups)
+    best = stable_topk(group_scores_TG, config.top_groups)
     eligible_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter(1, best, True)
     return grouped.masked_fill(~eligible_TG[:, :, None], -math.inf).view(T, E)
-
-
-def _stable_topk(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k largest, the lowest index first among equals (`torch.topk` promises no order of ties)."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 def _combine_weights(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, config: MoEConfig) -> Tensor:
