@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from moe import fused_experts as fused
+from moe import tiles
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
-from moe.fused_experts import Tile
+from moe.tiles import Tile
 
 BOUND = 1e-5
 # Blocks that these sizes fill once, several times and in part; the epilogues' parts as on a GPU.
@@ -25,7 +26,7 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "TILES", SMALL)
+    monkeypatch.setattr(tiles, "CANDIDATES", {kernel: (tile,) for kernel, tile in SMALL.items()})
 
 
 def choose(num_rows: int, config: MoEConfig, routing: str) -> Tensor:
