@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.config import MoEConfig
+from moe.recipes import LOW_PRECISION
 from parallel.config import ParallelConfig, either, nearest_divisors
 from trainer.choices import AVAILABLE, BOUNDS, CHOICES
 from trainer.config import Config, SourceConfig, TrainConfig
@@ -273,8 +274,21 @@ def _check_groups(moe: MoEConfig) -> None:
 
 
 def _check_precision(config: Config) -> None:
-    backend = config.model.moe.backend
-    if config.precision.recipe == "fp64" and backend not in ("auto", "reference"):
+    """What precision.linears names, and whether dims fit, is checked against the model (trainer/precision.py)."""
+    backend, precision = config.model.moe.backend, config.precision
+    if precision.recipe in LOW_PRECISION and backend not in ("auto", "grouped_mm"):
+        raise ValueError(
+            f"model.moe.backend={backend} does not compute in precision.recipe={precision.recipe}; set "
+            "model.moe.backend=auto"
+        )
+    for key, value, default in (("linears", precision.linears, []), ("wgrad", precision.wgrad, "recipe")):
+        if precision.recipe not in LOW_PRECISION and value != default:
+            text = f"[{','.join(value)}]" if isinstance(value, list) else value
+            raise ValueError(
+                f"precision.{key}={text} does nothing with precision.recipe={precision.recipe}; set precision.recipe="
+                f"mxfp8 or fp8_blockwise, or leave it out"
+            )
+    if precision.recipe == "fp64" and backend not in ("auto", "reference"):
         raise ValueError(
             f"model.moe.backend={backend} does not compute in precision.recipe=fp64; set model.moe.backend=reference"
         )
