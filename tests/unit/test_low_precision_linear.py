@@ -110,7 +110,7 @@ def test_error_against_bf16(name: str, wgrad: str) -> None:
 
 @pytest.mark.parametrize(("name", "wgrad"), RECIPES)
 def test_both_passes_see_the_weights_of_now(name: str, wgrad: str) -> None:
-    """An optimizer's step and a loaded checkpoint write into the same memory; FSDP's gather does not move `_version`."""
+    """Steps and loaded checkpoints write into the same memory; FSDP's gather does not even move `_version`."""
     problem, recipe = exact_problem(), recipe_of(name, wgrad)
     weight = problem.weight_EOI.requires_grad_()
     for new in (None, whole_numbers(*weight.shape, seed=9)):

@@ -1,8 +1,8 @@
 """MXFP8 for block-scaled tensor cores, all but the multiplication itself, which here is done by its definition.
 
 `TensorCores` stands in for `torch.nn.functional.scaled_grouped_mm`: it holds the caller to the documented contract,
-undoes the swizzle of the scales by torchao's own table, multiplies in fp64, and leaves NaN wherever hardware leaves what
-was there.
+undoes the swizzle of the scales by torchao's own table, multiplies in fp64, and leaves NaN wherever hardware leaves
+what was there.
 """
 
 from collections.abc import Iterator
