@@ -101,4 +101,5 @@ def expected(problem: Problem, recipe: str, wgrad: str) -> list[Tensor]:
 
 def relative_error(a: Tensor, b: Tensor) -> float:
     """||a - b|| / ||b|| in fp64."""
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())

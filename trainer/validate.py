@@ -15,7 +15,7 @@ from moe.config import MoEConfig
 from moe.recipes import LOW_PRECISION
 from parallel.config import ParallelConfig, either, nearest_divisors
 from trainer.choices import AVAILABLE, BOUNDS, CHOICES
-from trainer.config import Config, SourceConfig, TrainConfig
+from trainer.config import Config, PrecisionConfig, SourceConfig, TrainConfig
 from trainer.hf_config import HF_PREFIX, choose_family
 from trainer.hf_families import FAMILIES
 from trainer.models.config import ROPE_SETTINGS, AttentionConfig, ModelConfig, RopeConfig
@@ -281,17 +281,22 @@ def _check_precision(config: Config) -> None:
             f"model.moe.backend={backend} does not compute in precision.recipe={precision.recipe}; set "
             "model.moe.backend=auto"
         )
-    for key, value, default in (("linears", precision.linears, []), ("wgrad", precision.wgrad, "recipe")):
-        if precision.recipe not in LOW_PRECISION and value != default:
-            text = f"[{','.join(value)}]" if isinstance(value, list) else value
-            raise ValueError(
-                f"precision.{key}={text} does nothing with precision.recipe={precision.recipe}; set precision.recipe="
-                f"mxfp8 or fp8_blockwise, or leave it out"
-            )
+    _check_unused(precision)
     if precision.recipe == "fp64" and backend not in ("auto", "reference"):
         raise ValueError(
             f"model.moe.backend={backend} does not compute in precision.recipe=fp64; set model.moe.backend=reference"
         )
+
+
+def _check_unused(precision: PrecisionConfig) -> None:
+    """Settings of low-precision recipes where there is none."""
+    plain = "" if precision.recipe in LOW_PRECISION else f"precision.recipe={precision.recipe}"
+    alone = "" if precision.linears else "precision.linears=[]"
+    for key, without in (("linears", plain), ("wgrad", plain), ("linears_exclude", alone)):
+        value = getattr(precision, key)
+        if without and value != getattr(PrecisionConfig(), key):
+            text = f"[{','.join(value)}]" if isinstance(value, list) else value
+            raise ValueError(f"precision.{key}={text} does nothing with {without}; leave it out, or change the latter")
 
 
 def _check_batch(config: Config) -> None:

@@ -137,6 +137,11 @@ def test_another_backend_of_the_experts_is_refused() -> None:
             "precision.linears=[*.wq] does nothing with precision.recipe=bf16",
         ),
         (GQA, PrecisionConfig(recipe="fp32", wgrad="bf16"), "precision.wgrad=bf16 does nothing with"),
+        (
+            GQA,
+            PrecisionConfig(recipe="mxfp8", linears_exclude=[]),
+            "precision.linears_exclude=[] does nothing with precision.linears=[]",
+        ),
         (GQA, PrecisionConfig(recipe="mxfp8", wgrad="fp8"), "precision.wgrad=fp8: must be one of recipe, bf16"),
     ],
 )
