@@ -31,20 +31,16 @@ DEFAULT_EXCLUDE = PrecisionConfig().linears_exclude
 
 
 class Conversion(NamedTuple):
-    """What computes in a recipe: the recipe, layers of routed experts, names of dense linears."""
+    """What computes in a recipe, by name: routed experts and dense linears."""
 
     recipe: Recipe
-    num_expert_layers: int
+    experts: list[str]
     linears: list[str]
 
     def __str__(self) -> str:
-        """`mxfp8: exact mode on the CPU; experts of 2 layers; layers.*.attention.wq (2)`."""
-        parts = [str(self.recipe)]
-        if self.num_expert_layers:
-            parts.append(f"experts of {self.num_expert_layers} layers")
-        counts = Counter(_family(name) for name in self.linears)
-        parts.append(", ".join(f"{name} ({count})" for name, count in counts.items()) or "no dense linears")
-        return "; ".join(parts)
+        """`mxfp8: exact mode on the CPU; layers.*.moe.experts (2), layers.*.attention.wq (2)`."""
+        counts = Counter(_family(name) for name in (*self.experts, *self.linears))
+        return f"{self.recipe}; {', '.join(f'{name} ({count})' for name, count in counts.items())}"
 
 
 def apply_precision(model: nn.Module, config: PrecisionConfig, device: torch.device) -> Conversion | None:
@@ -60,18 +56,18 @@ def apply_precision(model: nn.Module, config: PrecisionConfig, device: torch.dev
     if config.recipe not in LOW_PRECISION:
         return None
     recipe = resolve_recipe(config.recipe, device, config.wgrad)
-    experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    experts = {clean_name(name): module for name, module in model.named_modules() if isinstance(module, GroupedExperts)}
     names = choose_linears(linear_names(model), config.linears, config.linears_exclude)
     if not experts and not names:
         raise ValueError(
             f"precision.recipe={config.recipe} converts nothing: the model has no experts and precision.linears is "
             "empty; name dense linears, for example precision.linears=[*feed_forward*], or set precision.recipe=bf16"
         )
-    for module in experts:
+    for module in experts.values():
         module.use_recipe(recipe)
     for name in names:
         _convert(model, name, recipe)
-    return Conversion(recipe, len(experts), names)
+    return Conversion(recipe, list(experts), names)
 
 
 def _convert(model: nn.Module, name: str, recipe: Recipe) -> None:

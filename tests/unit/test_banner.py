@@ -39,8 +39,8 @@ def test_a_low_precision_recipe_has_a_line_that_tells_how_it_runs_here() -> None
     lines = banner(PrecisionConfig(recipe="fp8_blockwise", linears=["*.wq"]))
     assert lines[2] == "  layout  1 process on cpu; fp8_blockwise"
     assert lines[3] == (
-        "  recipe  fp8_blockwise: portable mode on the CPU, weight gradients in bf16; experts of 2 layers; "
-        "layers.*.attention.wq (2)"
+        "  recipe  fp8_blockwise: portable mode on the CPU, weight gradients in bf16; "
+        "layers.*.moe.experts (2), layers.*.attention.wq (2)"
     )
     assert len(banner(PrecisionConfig(recipe="bf16"))) == len(lines) - 1
 

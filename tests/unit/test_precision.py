@@ -47,12 +47,12 @@ def test_everything_is_told_in_one_line() -> None:
     settings = PrecisionConfig(recipe="fp8_blockwise", linears=["*.wq*", "*.shared.*"])
     conversion = apply_precision(meta_model(Config(model=MLA)), settings, CPU)
     assert str(conversion) == (
-        "fp8_blockwise: portable mode on the CPU, weight gradients in bf16; experts of 1 layers; "
+        "fp8_blockwise: portable mode on the CPU, weight gradients in bf16; layers.*.moe.experts (1), "
         "layers.*.attention.wq_a (2), layers.*.attention.wq_b (2), layers.*.moe.shared.w_gate (1), "
         "layers.*.moe.shared.w_up (1), layers.*.moe.shared.w_down (1)"
     )
     only_experts = apply_precision(meta_model(Config(model=GQA)), PrecisionConfig(recipe="mxfp8"), CPU)
-    assert str(only_experts) == "mxfp8: exact mode on the CPU; experts of 2 layers; no dense linears"
+    assert str(only_experts) == "mxfp8: exact mode on the CPU; layers.*.moe.experts (2)"
 
 
 def test_names_and_parameters_stay() -> None:
