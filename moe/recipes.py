@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe.config import LOW_PRECISION
 from moe.quantize import Quantized, fp8_rows, fp8_squares, mxfp8_columns, mxfp8_rows
 from moe.quantized_gemm import QuantizedGemm, exact_columns, exact_rows, native_columns, native_rows
-
-LOW_PRECISION = ("mxfp8", "fp8_blockwise")
 
 
 @dataclass(frozen=True)

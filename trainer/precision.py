@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from moe.config import LOW_PRECISION
 from moe.experts import GroupedExperts
 from moe.linear_maps import local
 from moe.low_precision_linear import LowPrecisionLinear, check_dims
-from moe.recipes import LOW_PRECISION, Recipe, resolve_recipe
+from moe.recipes import Recipe, resolve_recipe
 from parallel.init import clean_name
 from trainer.config import PrecisionConfig
 from trainer.schema import did_you_mean

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe.config import MoEConfig
-from moe.recipes import LOW_PRECISION
+from moe.config import LOW_PRECISION, MoEConfig
 from parallel.config import ParallelConfig, either, nearest_divisors
 from trainer.choices import AVAILABLE, BOUNDS, CHOICES
 from trainer.config import Config, PrecisionConfig, SourceConfig, TrainConfig

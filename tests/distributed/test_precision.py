@@ -56,7 +56,7 @@ def train(model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConf
     """Steps on one batch over and over, then an evaluation and a sample."""
     mesh = build_mesh(parallel, torch.device("cpu"))
     train = TrainConfig(global_batch_size=4, micro_batch_size=4 // mesh.batch_size, seq_len=16)
-    optim = OptimConfig(lr=3e-3, weight_decay=0.0, max_grad_norm=1.0)
+    optim = OptimConfig(lr=5e-4, weight_decay=0.0, max_grad_norm=1.0)
     config = Config(train=train, model=model, parallel=mesh.config, precision=precision, optim=optim)
     built = build_model(config, mesh)
     optimizer = build_optimizer(built, optim)
@@ -74,10 +74,10 @@ def train(model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConf
     return Trained(losses, gradients, held_out, sample)
 
 
-# Rows are quantized one by one, so forward and dgrad see the same operands in every layout, and differ as bf16 does:
-# 5e-2 (trainer/parity.py). The blocks of an mxfp8 wgrad hold the tokens that a layout brings together: two roundings
-# of each operand that do not agree, up to sqrt(2) * 3.8 %, come on top. A doubled or missing part would show 0.5 or 1.
-LAYOUT_BOUND = 0.1
+# Rows are quantized one by one, so forward and dgrad see the same operands in every layout, but for what bf16 does to
+# them before (2e-2 in this model): a rounding of bf16 flips one of e4m3 now and then, which is 16 times as large. With
+# experts alone 5e-2 is seen, with every linear 0.1. A doubled or missing part would show 0.5 or 1.
+LAYOUT_BOUND = 0.15
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,20 @@ def test_layouts_equal_one_process(name: str, parallel: ParallelConfig) -> None:
 
 
 def test_training_follows_bf16_and_is_not_bf16() -> None:
-    """20 steps: losses fall as in bf16, within 3 %; every gradient of the first step is another, and near."""
+    """20 steps, from a loss of 4.5 to 0.1: never further from bf16 than 2 % of where it began (seen: 1 %).
+
+    Every gradient of the first step is another one, and near. A product of quantized operands is off by 3.8 %; with
+    experts alone (2 products of 14) 8 % are seen, with every linear 25 %.
+    """
     plain = run_workers(train, 1, MODEL, ParallelConfig(), PrecisionConfig(recipe="bf16"), 20)[0]
-    assert plain.losses[-1] < 0.9 * plain.losses[0]
+    assert plain.losses[-1] < 0.1 * plain.losses[0]
+    near = 0.02 * plain.losses[0]
     for name, precision in PRECISIONS.items():
         ours = run_workers(train, 1, MODEL, ParallelConfig(), precision, 20)[0]
         assert ours.losses != plain.losses, name
-        assert ours.losses == pytest.approx(plain.losses, rel=0.03), name
-        assert ours.held_out == pytest.approx(plain.held_out, rel=0.03), name
+        assert ours.losses == pytest.approx(plain.losses, abs=near, rel=0), name
+        assert ours.held_out == pytest.approx(plain.held_out, abs=near, rel=0), name
         assert len(ours.sample) > len("3=A")
         errors = {key: relative_error(ours.gradients[key], plain.gradients[key]) for key in plain.gradients}
-        # Quantized operands are off by 2.6 %, products of two by 3.8 %, and errors of several layers add up.
-        assert all(0 < error < 0.2 for error in errors.values()), (name, errors)
+        most = 0.4 if precision.linears else 0.15
+        assert all(0 < error < most for error in errors.values()), (name, errors)
