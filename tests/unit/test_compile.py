@@ -98,9 +98,10 @@ def test_without_it_nothing_is_compiled(world_of_one: torch.device, monkeypatch:
 def test_low_precision_maps_inside_compiled_parts(
     world_of_one: torch.device, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
-    """Traced whole, and run without kernels of the compiler's own: what differs is the rounding of norms, in bf16.
+    """Traced whole, and run without kernels of the compiler's own: forward is equal bit for bit.
 
-    A rounding of bf16 flips one of e4m3 now and then, which is 16 times as large: gradients within 5e-2.
+    Its backward rounds elsewhere in bf16, and that flips a rounding of e4m3 now and then, which is 16 times as large:
+    0.12 is seen with every linear converted and 8 tokens. A missing or doubled part would show 0.5 or 1.
     """
     ranks = {"q_lora_rank": 32, "kv_lora_rank": 32}
     heads = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -128,4 +129,4 @@ def test_low_precision_maps_inside_compiled_parts(
         results.append({"loss": output.loss_sum.detach(), **gradients})
     assert results[0].keys() == results[1].keys()
     errors = {name: relative_error(value, results[1][name]) for name, value in results[0].items()}
-    assert max(errors.values()) < 5e-2, errors
+    assert errors["loss"] == 0 and max(errors.values()) < 0.25, errors
