@@ -11,6 +11,8 @@ nothing beside the activation, and its gradient needs `a` alone: y never has to 
 Shape suffixes: R rows, K experts per token, P pairs, D model dim, F expert hidden dim, E experts of this rank.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,6 +26,8 @@ from moe.grouped_gemm import grouped_linear, resolve_backend
 from moe.kernels.pair_rows import expand_rows
 from moe.kernels.sort_pairs import Pairs, sort_pairs
 from moe.linear_maps import local
+from moe.low_precision_linear import check_dims, low_precision_grouped_linear
+from moe.recipes import Recipe
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE, reference_experts
 
 # w_gate_up, w_down, b_gate_up, b_down
@@ -38,6 +42,9 @@ class GroupedExperts(nn.Module):
         self.config = config
         # Replaced by its compiled twin when the run compiles.
         self.activation = weighted_activation
+        # How sorted rows meet their experts' matrices, and the low-precision recipe behind it: see `use_recipe`.
+        self.linear = partial(grouped_linear, exact=True)
+        self.recipe: Recipe | None = None
         # False on all but one of the ranks that share each expert's hidden units: partial sums have one bias.
         self.adds_down_bias = True
         num_experts, hidden = config.num_experts, config.expert_dim
@@ -64,15 +71,31 @@ class GroupedExperts(nn.Module):
         x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK))  # pyright: ignore
         if self.config.scores_before_experts:
             x_PD, weights_P = (x_PD * weights_P[:, None]).to(x_PD.dtype), torch.ones_like(weights_P)
-        h_PH = grouped_linear(x_PD, w_gate_up.flatten(1, 2), pairs.offsets_E, exact=True)
+        h_PH = self.linear(x_PD, w_gate_up.flatten(1, 2), pairs.offsets_E)
         if b_gate_up is not None:
             h_PH = h_PH + _per_pair(b_gate_up.flatten(1, 2), pairs.offsets_E, num_pairs)
         a_PF = self.activation(h_PH, weights_P, self.config.activation)
-        y_PD = grouped_linear(a_PF, w_down, pairs.offsets_E, exact=True)
+        y_PD = self.linear(a_PF, w_down, pairs.offsets_E)
         if b_down is not None:
             bias_PD = _per_pair(b_down, pairs.offsets_E, num_pairs)
             y_PD = y_PD + (bias_PD * weights_P[:, None]).to(y_PD.dtype)
         return _SumPairs.apply(y_PD, pairs.rows_P, pairs.slots_RK)  # type: ignore[no-any-return]
+
+    def use_recipe(self, recipe: Recipe) -> None:
+        """Compute both maps by a low-precision recipe from now on.
+
+        Raises:
+            ValueError: dims that the recipe cannot cut into blocks, or a backend that knows no recipes.
+        """
+        if self.config.backend not in ("auto", "grouped_mm"):
+            raise ValueError(
+                f"model.moe.backend={self.config.backend} does not compute in precision.recipe={recipe.name}; "
+                "set model.moe.backend=auto"
+            )
+        check_dims(recipe, local(self.w_down).shape[1:], "a routed expert (model.dim x model.moe.expert_dim)")
+        self.recipe = recipe
+        self.linear = partial(low_precision_grouped_linear, recipe=recipe, exact=True)
+        self.config = replace(self.config, backend="grouped_mm")
 
     def fused(self, rows_RD: Tensor, weights_RK: Tensor, weights: ExpertWeights, pairs: Pairs) -> Tensor:
         """The same by fused kernels (moe/fused_experts.py)."""

@@ -2,10 +2,11 @@
 
 1. tensor and expert parallelism   split parameters, so they come before anything wraps these
 2. context parallelism             tells attention how sequences are split
-3. compile                         compiles the inside of blocks
-4. activation checkpoint           wraps blocks
-5. FSDP                            shards whatever parameters are there by now
-6. initial weights                 every rank draws its shard
+3. precision                       gives maps a low-precision recipe, which sees the sizes that splitting left
+4. compile                         compiles the inside of blocks
+5. activation checkpoint           wraps blocks
+6. FSDP                            shards whatever parameters are there by now
+7. initial weights                 every rank draws its shard
 """
 
 from collections.abc import Callable
@@ -32,6 +33,7 @@ def parallelize(
     compute_dtype: torch.dtype,
     rule_of: Callable[[str], InitRule],
     seed: int,
+    apply_precision: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """Apply the layout of `mesh` to a model whose blocks are `layers`, in place.
 
@@ -39,11 +41,14 @@ def parallelize(
         tensor_plan: which weights tensor parallelism splits, and how.
         compute_dtype: dtype of forward and backward; parameters stay as they were built (fp32 masters).
         rule_of: how each named parameter starts.
+        apply_precision: gives maps of the model another precision than `compute_dtype`.
     """
     config = mesh.config
     apply_tensor_parallel(model, mesh, tensor_plan)
     apply_expert_parallel(model, mesh)
     apply_context_parallel(model, mesh)
+    if apply_precision is not None:
+        apply_precision(model)
     for name, block in list(layers.named_children()):
         if config.compile:
             apply_compile(block)

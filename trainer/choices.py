@@ -19,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.async_tp": ("none", "native", "inductor"),
     "parallel.activation_checkpoint": ("none", "selective", "full"),
     "precision.recipe": ("bf16", "fp32", "fp64", "mxfp8", "fp8_blockwise"),
+    "precision.wgrad": ("recipe", "bf16"),
     "comms.backend": ("auto", "collective", "symm_mem", "nvshmem"),
     "comms.payload.dispatch": ("model", "mxfp8"),
     "comms.payload.combine": ("model", "mxfp8"),
@@ -40,8 +41,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "model.moe.pair_capacity": (None,),
     "parallel.async_tp": ("none",),
-    "precision.recipe": ("bf16", "fp32", "fp64"),
-    "precision.linears": ([],),
     "comms.backend": ("auto", "collective"),
     "comms.payload.dispatch": ("model",),
     "comms.payload.combine": ("model",),
