@@ -2,6 +2,9 @@
 
 import torch
 
+from moe.experts import GroupedExperts
+from moe.fused_experts import tune
+from moe.grouped_gemm import resolve_backend
 from parallel.mesh import Mesh
 from parallel.parallelize import parallelize
 from trainer.config import Config
@@ -43,6 +46,22 @@ def build_model(config: Config, mesh: Mesh) -> Transformer:
         apply_precision=lambda model: apply_precision(model, config.precision, mesh.device),
     )
     return model
+
+
+def choose_expert_tiles(model: Transformer, config: Config, mesh: Mesh) -> None:
+    """Have the fused expert kernels measure how to cut their work (moe/tiles.py): now, not in the middle of a step.
+
+    Other backends have nothing to choose.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    compute = DTYPES[config.precision.recipe][1]
+    if not layers or resolve_backend(layers[0].config.backend, compute, mesh.device) != "fused":
+        return
+    moe, sizes = config.model.moe, mesh.config
+    # A balanced load: each rank's tokens go to top_k experts each, of whichever ranks.
+    tokens = config.train.micro_batch_size * config.train.seq_len * sizes.etp // (sizes.cp * sizes.tp)
+    experts, hidden = moe.num_experts // sizes.ep, moe.expert_dim // sizes.etp
+    tune(tokens * moe.top_k, experts, config.model.dim, hidden, mesh.device)
 
 
 def _check_alignment(config: Config, mesh: Mesh) -> None:

@@ -3,6 +3,8 @@
 Bound 1e-5: fp32 rounding of sums over at most 48 terms (seen: 2e-7); a dropped row, tile or term shows as 1e-2 or more.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -108,3 +110,23 @@ def test_a_row_beyond_an_experts_end_does_not_reach_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(fused, "weight_grad", lambda left, right, offsets: original(left, right, offsets - 1))
     wrong = results("fused", torch.float32, config, 16, ids_RK)
     assert (right["w_down"] - wrong["w_down"]).norm() / right["w_down"].norm() > 1e-2
+
+
+def test_tuning_measures_what_launches_ask_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A choice under another shape than the one a launch names would never be used."""
+    monkeypatch.setenv("SLUICEGATE_CACHE", str(tmp_path))
+    other = Tile(16, 16, 16, 4, 2, 1)
+    monkeypatch.setattr(tiles, "CANDIDATES", {kernel: (tile, other) for kernel, tile in SMALL.items()})
+    monkeypatch.setattr(tiles, "_chosen", {})
+    works = fused._works(20, 2, 16, 32, torch.device("cpu"))
+    # The second candidate is the faster one, whatever it takes.
+    slow = dict.fromkeys(SMALL.values(), 2.0) | {other: 1.0}
+    for name, work in works.items():
+        assert tiles.choose_tiles({name: work}, "card", lambda _, name=name: slow[tiles.tile_for(*name)]) == {
+            name: other
+        }
+    asked: set[tuple[str, tiles.Shape]] = set()
+    monkeypatch.setattr(fused, "tile_for", lambda *name: asked.add(name) or tiles.tile_for(*name))
+    for work in works.values():
+        work()
+    assert asked == set(works)
