@@ -12,7 +12,8 @@ timing, and one rank (no group) differs from many only by the rounding of the pa
 
 The backward of each is the mirror of the other: dispatch's gradient is combined, combine's gradient is dispatched.
 
-This file holds the collective backend: `all_to_all_single` over NCCL or gloo. It reads the counts on the host once per
+This file holds the collective backend, which is also what others are tested against (comms/symmetric_exchange.py keeps
+the counts on the device): `all_to_all_single` over NCCL or gloo. It reads the counts on the host once per
 plan, because that collective wants host-side splits. Everything travels as bytes: gloo knows no fp8, and one record
 per row (values, then side columns, row stride rounded up to 16 bytes) makes one exchange per dispatch.
 
@@ -30,6 +31,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # pyright
 
 from comms.kernels.codec import RECORD_ALIGNMENT
 from comms.kernels.gather_sum import gather_sum
+from comms.symmetric_exchange import SymmetricPlan, combine_rows, dispatch_rows
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class DispatchPlan:
     def num_rows(self) -> int:
         """Rows received, R."""
         return sum(self.recv_counts)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the host knows the numbers of rows and items, not only bounds."""
+        return True
 
 
 def plan_dispatch(items_TN: Tensor, group: dist.ProcessGroup | None, num_items: int | None = None) -> DispatchPlan:
@@ -97,7 +104,11 @@ def _send_order(is_sent_TN: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
     return slots.view(num_ranks, num_tokens).t().contiguous(), send_tokens[:num_sent]
 
 
-def dispatch(plan: DispatchPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+# The same for every backend: what differs is where the counts are.
+Plan = DispatchPlan | SymmetricPlan
+
+
+def dispatch(plan: Plan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Send each token to the ranks of its plan, with its side columns.
 
     Args:
@@ -106,15 +117,20 @@ def dispatch(plan: DispatchPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tenso
         ids_TK: integer side columns, sent as int32.
 
     Returns:
-        rows_RD, weights_RK, ids_RK (int64) in order of (source rank, token).
+        rows_RD, weights_RK, ids_RK (int64) in order of (source rank, token). Unless the plan is exact, ids -1 follow
+        behind the last row.
     """
+    if isinstance(plan, SymmetricPlan):
+        return dispatch_rows(plan, x_TD, weights_TK, ids_TK)
     if not plan.group_name:
         return x_TD, weights_TK, ids_TK
     return _Dispatch.apply(plan, x_TD, weights_TK, ids_TK)  # type: ignore[no-any-return]
 
 
-def combine(plan: DispatchPlan, rows_RD: Tensor) -> Tensor:
+def combine(plan: Plan, rows_RD: Tensor) -> Tensor:
     """Bring one row per (token, rank) back and sum them: out_TD in the dtype of the rows. Unsent tokens get zero."""
+    if isinstance(plan, SymmetricPlan):
+        return combine_rows(plan, _EndOfRecomputation.apply(rows_RD, plan.index_NT))  # type: ignore[arg-type]
     if not plan.group_name:
         return rows_RD
     return _Combine.apply(plan, _EndOfRecomputation.apply(rows_RD, plan.slots_TN))  # type: ignore[no-any-return]

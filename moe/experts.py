@@ -55,6 +55,18 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, num_pairs: int) -> Pairs:
     return Pairs(order_P // num_slots, order_P, slots.view_as(ids_RK), offsets_E)
 
 
+def within_bound(pairs: Pairs, ids_RK: Tensor) -> Pairs:
+    """What `sort_pairs` found, where `num_pairs` was but a bound: pairs behind the last offset are of row -1.
+
+    Pairs for which there was no room have no slot; whoever set the bound has noted that.
+    """
+    num_pairs = pairs.rows_P.shape[0]
+    offsets_E = pairs.offsets_E.clamp(max=num_pairs)
+    is_pair_P = torch.arange(num_pairs, device=ids_RK.device) < offsets_E[-1]
+    slots_RK = torch.where((ids_RK >= 0) & (pairs.slots_RK < num_pairs), pairs.slots_RK, -1)
+    return Pairs(torch.where(is_pair_P, pairs.rows_P, -1), pairs.order_P, slots_RK, offsets_E)
+
+
 # w_gate_up, w_down, b_gate_up, b_down
 ExpertWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -78,8 +90,14 @@ class GroupedExperts(nn.Module):
         else:
             self.b_gate_up = self.b_down = None
 
-    def forward(self, rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor, num_pairs: int) -> Tensor:
-        """out_RD[r] = sum over k of weights[r, k] * expert[ids[r, k]](rows[r]); ids are local, -1 means none."""
+    def forward(
+        self, rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor, num_pairs: int, exact: bool = True
+    ) -> Tensor:
+        """out_RD[r] = sum over k of weights[r, k] * expert[ids[r, k]](rows[r]); ids are local, -1 means none.
+
+        Args:
+            num_pairs: how many ids are not -1; or, not `exact`, room for so many: rows without ids may hold anything.
+        """
         backend = resolve_backend(self.config.backend, rows_RD.dtype, rows_RD.device)
         w_gate_up, w_down = local(self.w_gate_up), local(self.w_down)
         b_gate_up = None if self.b_gate_up is None else local(self.b_gate_up)
@@ -87,17 +105,20 @@ class GroupedExperts(nn.Module):
         if backend == "reference":
             return reference_experts(rows_RD, ids_RK, weights_RK, w_gate_up, w_down, b_gate_up, b_down, self.config)
         pairs = sort_pairs(ids_RK, w_down.shape[0], num_pairs)
+        if not exact:
+            # Keeps what stands behind the last pair out of the weights' gradient.
+            pairs, weights_RK = within_bound(pairs, ids_RK), torch.where(ids_RK >= 0, weights_RK, 0)
         if backend == "fused":
             return self.fused(rows_RD, weights_RK, (w_gate_up, w_down, b_gate_up, b_down), pairs)
         weights_P = weights_RK.reshape(-1).gather(0, pairs.order_P)
         x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK))  # pyright: ignore
         if self.config.scores_before_experts:
             x_PD, weights_P = (x_PD * weights_P[:, None]).to(x_PD.dtype), torch.ones_like(weights_P)
-        h_PH = grouped_linear(x_PD, w_gate_up.flatten(1, 2), pairs.offsets_E, exact=True)
+        h_PH = grouped_linear(x_PD, w_gate_up.flatten(1, 2), pairs.offsets_E, exact=exact)
         if b_gate_up is not None:
             h_PH = h_PH + _per_pair(b_gate_up.flatten(1, 2), pairs.offsets_E, num_pairs)
         a_PF = self.activation(h_PH, weights_P, self.config.activation)
-        y_PD = grouped_linear(a_PF, w_down, pairs.offsets_E, exact=True)
+        y_PD = grouped_linear(a_PF, w_down, pairs.offsets_E, exact=exact)
         if b_down is not None:
             bias_PD = _per_pair(b_down, pairs.offsets_E, num_pairs)
             y_PD = y_PD + (bias_PD * weights_P[:, None]).to(y_PD.dtype)
@@ -137,7 +158,9 @@ def _per_pair(bias_EX: Tensor, offsets_E: Tensor, num_pairs: int) -> Tensor:
     """Each pair's row of a per-expert table, as a product with a one-hot matrix: its gradient has no atomics."""
     pair = torch.arange(num_pairs, device=bias_EX.device)
     expert_P = torch.searchsorted(offsets_E, pair, right=True)
-    return F.one_hot(expert_P, bias_EX.shape[0]).to(bias_EX.dtype) @ bias_EX
+    # Of no expert, where a pair stands behind the last offset.
+    of_expert_PE = expert_P[:, None] == torch.arange(bias_EX.shape[0], device=bias_EX.device)
+    return of_expert_PE.to(bias_EX.dtype) @ bias_EX
 
 
 class _GatherPairs(torch.autograd.Function):

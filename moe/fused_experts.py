@@ -119,7 +119,9 @@ class _FusedExperts(torch.autograd.Function):
                 dots_P = dots_P + ((dout_PD @ b_down_ED.T) * of_expert_PE).sum(1)
                 db_down_ED = (of_expert_PE * weights_P[:, None]).to(dout_PD.dtype).T @ dout_PD
             if b_gate_up_E2F is not None:
-                db_gate_up_E2F = (of_expert_PE.T @ dh_PH).view_as(b_gate_up_E2F)
+                # Behind the last pair dh is undefined.
+                dh_or_0_PH = torch.where(of_expert_PE.any(1, keepdim=True), dh_PH, 0)
+                db_gate_up_E2F = (of_expert_PE.T @ dh_or_0_PH).view_as(b_gate_up_E2F)
         del dout_PD, a_PF
         d_rows_RD = gather_sum(up_grad(dh_PH, w_gate_up_E2FD, pairs.offsets_E), pairs.slots_RK)
         rows_PD = gather_sum(rows_RD, pairs.rows_P[:, None])
@@ -285,7 +287,7 @@ def _launch(tensor: Tensor, tile: Tile) -> dict[str, Any]:
 
 
 def _one_hot(offsets_E: Tensor, like_PX: Tensor) -> Tensor:
-    """(P, E): 1 at the expert of each pair."""
+    """(P, E): 1 at the expert of each pair, none behind the last pair."""
     pair = torch.arange(like_PX.shape[0], device=like_PX.device)
     expert_P = torch.searchsorted(offsets_E, pair, right=True)
-    return torch.nn.functional.one_hot(expert_P, offsets_E.shape[0]).to(like_PX.dtype)
+    return (expert_P[:, None] == torch.arange(offsets_E.shape[0], device=like_PX.device)).to(like_PX.dtype)

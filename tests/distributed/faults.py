@@ -238,12 +238,12 @@ def router_copies_differ() -> Iterator[None]:
     """The last rank's copy of the first router has one weight of its own from the start."""
     original = trainer.build.parallelize
 
-    def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        model = original(model, *args, **kwargs)
+    def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        choice = original(model, *args, **kwargs)
         if dist.get_rank() == dist.get_world_size() - 1:
             with torch.no_grad():
                 model.layers["0"].moe.router.weight.to_local()[0, 0] += 1e-9
-        return model
+        return choice
 
     with patch.object(trainer.build, "parallelize", parallelize):
         yield

@@ -1,0 +1,445 @@
+"""Plan, dispatch and combine through symmetric memory: all counts stay on the device, nothing waits for the host.
+
+Beside the collective backend (comms/all_to_all.py) the difference is what the host knows. It does not learn how many
+rows came, so results have room for `row_bound` of them. The first `totals[0]` are rows, in the same order and with the
+same bits; behind them rows are undefined, weights 0 and ids -1. The gradient that comes back may have anything there.
+
+    plan       put the counts, take the counts                 -> routes
+    dispatch   put rows at their places, wait, take them       -> rows_RD, side_RW
+    combine    put rows back, wait, add up per token           -> out_TD
+
+Rows are taken out of the arena by copying, this rank's own go straight to their place, and combine adds up what lies
+in the arena. Puts and takes are separate functions, for tests that play several ranks in one process.
+
+Shape suffixes: T tokens of this rank, N ranks, R room for received rows, D row width, K side columns, W int32 words of
+a row's side columns.
+"""
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from comms.kernels.exchange import (
+    COUNTS,
+    RETURNS,
+    ROWS,
+    put_back_kernel,
+    put_counts_kernel,
+    put_rows_kernel,
+    sum_back_kernel,
+    take_counts_kernel,
+    take_rows_kernel,
+    wait_kernel,
+)
+from comms.symmetric_memory import Exchange, find_exchange
+
+# Words that a program moves at a time, and the widest part of a row in it.
+TILE_WORDS, TILE_COLUMNS = 8192, 4096
+# Elements that a program adds up at a time.
+SUM_COLUMNS = 2048
+# Bytes that make one more program worth while, and the most programs that put rows if nobody asks for a number.
+BYTES_PER_CTA, MAX_CTAS = 2**16, 32
+
+# What a tag says beside the layer.
+STEPS = ("plan", "dispatch", "combine", "gradient of dispatch", "gradient of combine")
+PLAN, DISPATCH, COMBINE, DISPATCH_GRAD, COMBINE_GRAD = range(5)
+
+
+def tag_of(layer: int, step: int) -> int:
+    """Number of a step of a layer's exchange."""
+    return layer * len(STEPS) + step
+
+
+def describe_tag(tag: int) -> str:
+    """For messages."""
+    return f"{STEPS[tag % len(STEPS)]} of MoE layer {tag // len(STEPS)}"
+
+
+@dataclass(frozen=True)
+class SymmetricPlan:
+    """Who sends which rows to whom; the counts are on the device."""
+
+    exchange: Exchange
+    # Number of the layer, for tags.
+    layer: int
+    num_tokens: int
+    # int32: token t's row is this one (from 0) of those that this rank has for rank n; -1: none.
+    index_NT: Tensor
+    # int32 (3, N, N): see comms/kernels/exchange.py.
+    routes: Tensor
+    # int32 (2,): rows received and the items that they feed here.
+    totals: Tensor
+    # Room for items: no more than this many are worked on.
+    num_items: int
+
+    @property
+    def num_rows(self) -> int:
+        """Room for received rows, R."""
+        return self.exchange.layout.row_bound
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the host knows the numbers of rows and items, not only bounds."""
+        return False
+
+
+def plan_exchange(items_TN: Tensor, exchange: Exchange, layer: int, item_bound: int) -> SymmetricPlan:
+    """Plan the exchange of this rank's T tokens; see comms.all_to_all.plan_dispatch.
+
+    Args:
+        layer: the same on every rank, or the mismatch is reported.
+        item_bound: items that this rank has room for; more are noted as an overflow.
+
+    Raises:
+        ValueError: more tokens than the exchange was made for.
+        RuntimeError: a wait has failed before.
+    """
+    exchange.check()
+    num_tokens, num_ranks = items_TN.shape
+    assert num_ranks == exchange.num_ranks, (num_ranks, exchange.num_ranks)
+    if num_tokens > exchange.max_tokens:
+        raise ValueError(
+            f"{num_tokens} tokens in one pass, and this run's exchange has room for {exchange.max_tokens} per rank "
+            "(train.micro_batch_size x train.seq_len); use smaller batches, or comms.backend=collective"
+        )
+    index_NT, sent_2N = _order(items_TN)
+    routes, totals = exchange_routes(exchange.state, sent_2N, exchange.name, tag_of(layer, PLAN), item_bound)
+    return SymmetricPlan(exchange, layer, num_tokens, index_NT, routes, totals, item_bound)
+
+
+def _order(items_TN: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's number among those for its destination; rows and items for each rank."""
+    num_tokens, num_ranks = items_TN.shape
+    is_sent_NT = (items_TN > 0).t().contiguous()
+    # One scan over everything: torch is slow at several.
+    scan = is_sent_NT.view(-1).cumsum(0, dtype=torch.int32)
+    starts_N = torch.zeros(num_ranks + 1, dtype=torch.int32, device=scan.device)
+    if num_tokens:
+        starts_N[1:] = scan[num_tokens - 1 :: num_tokens]
+    index_NT = torch.where(is_sent_NT, scan.view_as(is_sent_NT) - 1 - starts_N[:-1, None], -1)
+    return index_NT, torch.stack([starts_N.diff(), items_TN.sum(0, dtype=torch.int32)])
+
+
+def dispatch_rows(
+    plan: SymmetricPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """rows_RD, weights_RK, ids_RK (int64); see comms.all_to_all.dispatch."""
+    return _Dispatch.apply(plan, x_TD, weights_TK, ids_TK)  # type: ignore[no-any-return]
+
+
+def combine_rows(plan: SymmetricPlan, rows_RD: Tensor) -> Tensor:
+    """out_TD; see comms.all_to_all.combine."""
+    return _Combine.apply(plan, rows_RD)  # type: ignore[no-any-return]
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: SymmetricPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan = plan
+        weight_words_TW = _words(weights_TK)
+        side_TW = torch.cat([weight_words_TW, ids_TK.to(torch.int32)], dim=1)
+        rows_RD, side_RW = _there(plan, DISPATCH, x_TD, side_TW, weight_words_TW.shape[1])
+        weights_RK = side_RW[:, : weight_words_TW.shape[1]].contiguous().view(weights_TK.dtype)
+        ids_RK = side_RW[:, weight_words_TW.shape[1] :].long()
+        ctx.mark_non_differentiable(ids_RK)
+        return rows_RD, weights_RK, ids_RK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        d_x_TD, d_weights_TK = _back(ctx.plan, DISPATCH_GRAD, grads[0], grads[1])
+        return None, d_x_TD, d_weights_TK, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: SymmetricPlan, rows_RD: Tensor) -> Tensor:
+        ctx.plan = plan
+        return _back(plan, COMBINE, rows_RD, rows_RD[:, :0])[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        no_side_TW = grads[0].new_empty(grads[0].shape[0], 0, dtype=torch.int32)
+        return None, _there(ctx.plan, COMBINE_GRAD, grads[0], no_side_TW, 0)[0]
+
+
+def _there(plan: SymmetricPlan, step: int, x_TD: Tensor, side_TW: Tensor, fill_from: int) -> tuple[Tensor, Tensor]:
+    state, name, tag = plan.exchange.state, plan.exchange.name, tag_of(plan.layer, step)
+    tables = plan.index_NT, plan.routes, plan.totals
+    return symmetric_dispatch(state, x_TD, side_TW, *tables, name, tag, plan.num_rows, fill_from)
+
+
+def _back(plan: SymmetricPlan, step: int, rows_RD: Tensor, side_RK: Tensor) -> tuple[Tensor, Tensor]:
+    state, name, tag = plan.exchange.state, plan.exchange.name, tag_of(plan.layer, step)
+    return symmetric_combine(state, rows_RD, side_RK, plan.index_NT, plan.routes, plan.totals, name, tag)
+
+
+# Operators. Each changes `state`, so the compiler keeps them all, in order; what they return is theirs alone. Activation
+# checkpointing keeps the results of the first two.
+
+
+@torch.library.custom_op("sluicegate::exchange_routes", mutates_args=("state",))
+def exchange_routes(state: Tensor, sent_2N: Tensor, name: str, tag: int, item_bound: int) -> tuple[Tensor, Tensor]:
+    """Tell every rank what this one has for whom: (routes, totals)."""
+    exchange = find_exchange(name)
+    put_counts(exchange, sent_2N, tag)
+    return take_counts(exchange, tag, item_bound)
+
+
+@exchange_routes.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(state: Tensor, sent_2N: Tensor, name: str, tag: int, item_bound: int) -> tuple[Tensor, Tensor]:
+    return sent_2N.new_empty(3, sent_2N.shape[1], sent_2N.shape[1]), sent_2N.new_empty(2)
+
+
+@torch.library.custom_op("sluicegate::symmetric_dispatch", mutates_args=("state",))
+def symmetric_dispatch(
+    state: Tensor,
+    x_TD: Tensor,
+    side_TW: Tensor,
+    index_NT: Tensor,
+    routes: Tensor,
+    totals: Tensor,
+    name: str,
+    tag: int,
+    row_bound: int,
+    fill_from: int,
+) -> tuple[Tensor, Tensor]:
+    """Rows and their side words at their destinations: (R, D), (R, W). Side words of no row: 0, from fill_from on -1."""
+    exchange = find_exchange(name)
+    out_RD, out_RW = x_TD.new_empty(row_bound, x_TD.shape[1]), side_TW.new_empty(row_bound, side_TW.shape[1])
+    put_rows(exchange, x_TD, side_TW, index_NT, routes, out_RD, out_RW, tag)
+    take_rows(exchange, routes, totals, out_RD, out_RW, tag, fill_from)
+    return out_RD, out_RW
+
+
+@symmetric_dispatch.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(
+    state: Tensor,
+    x_TD: Tensor,
+    side_TW: Tensor,
+    index_NT: Tensor,
+    routes: Tensor,
+    totals: Tensor,
+    name: str,
+    tag: int,
+    row_bound: int,
+    fill_from: int,
+) -> tuple[Tensor, Tensor]:
+    return x_TD.new_empty(row_bound, x_TD.shape[1]), side_TW.new_empty(row_bound, side_TW.shape[1])
+
+
+@torch.library.custom_op("sluicegate::symmetric_combine", mutates_args=("state",))
+def symmetric_combine(
+    state: Tensor,
+    rows_RD: Tensor,
+    side_RK: Tensor,
+    index_NT: Tensor,
+    routes: Tensor,
+    totals: Tensor,
+    name: str,
+    tag: int,
+) -> tuple[Tensor, Tensor]:
+    """The sum of what comes back for each token, of rows and of side columns: (T, D), (T, K)."""
+    exchange = find_exchange(name)
+    rows_RD, side_RK = rows_RD.contiguous(), side_RK.contiguous()
+    put_back(exchange, rows_RD, side_RK, routes, totals, tag)
+    return sum_back(exchange, rows_RD, side_RK, index_NT, routes, tag)
+
+
+@symmetric_combine.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(
+    state: Tensor,
+    rows_RD: Tensor,
+    side_RK: Tensor,
+    index_NT: Tensor,
+    routes: Tensor,
+    totals: Tensor,
+    name: str,
+    tag: int,
+) -> tuple[Tensor, Tensor]:
+    num_tokens = index_NT.shape[1]
+    return rows_RD.new_empty(num_tokens, rows_RD.shape[1]), side_RK.new_empty(num_tokens, side_RK.shape[1])
+
+
+# Halves of the operators.
+
+
+def put_counts(exchange: Exchange, sent_2N: Tensor, tag: int) -> None:
+    """Put this rank's (2, N) int32 rows and items for each rank into every rank's table."""
+    with _on(exchange):
+        put_counts_kernel[(1,)](
+            exchange.pointers, exchange.errors, exchange.state, sent_2N.contiguous(), exchange.rank, tag,
+            exchange.limit, TABLE_AT=exchange.layout.table_at, **_channel(exchange, COUNTS),
+            CLOCK=exchange.has_clock, num_warps=1,
+        )  # fmt: skip
+
+
+def take_counts(exchange: Exchange, tag: int, item_bound: int) -> tuple[Tensor, Tensor]:
+    """Wait for every rank's counts: (routes, totals)."""
+    num_ranks = exchange.num_ranks
+    routes = exchange.overflow.new_empty(3, num_ranks, num_ranks)
+    totals = exchange.overflow.new_empty(2)
+    with _on(exchange):
+        take_counts_kernel[(1,)](
+            exchange.pointers, exchange.errors, exchange.state, exchange.overflow, routes, totals, exchange.rank, tag,
+            exchange.limit, exchange.layout.row_bound, item_bound, TABLE_AT=exchange.layout.table_at,
+            **_channel(exchange, COUNTS), CLOCK=exchange.has_clock, num_warps=1,
+        )  # fmt: skip
+    return routes, totals
+
+
+def put_rows(
+    exchange: Exchange,
+    x_TD: Tensor,
+    side_TW: Tensor,
+    index_NT: Tensor,
+    routes: Tensor,
+    out_RD: Tensor,
+    out_RW: Tensor,
+    tag: int,
+) -> None:
+    """Put rows and side words at their places at other ranks, this rank's own into `out`."""
+    x_words, out_words = _words(x_TD), _words(out_RD)
+    num_bytes = 4 * x_words.shape[1] * index_NT.numel()
+    sizes = _sizes(exchange, x_words.shape[1], side_TW.shape[1])
+    with _on(exchange):
+        put_rows_kernel[(_put_programs(exchange, num_bytes),)](
+            exchange.pointers, exchange.errors, exchange.state, x_words, side_TW, index_NT, routes, out_words, out_RW,
+            exchange.rank, tag, exchange.limit, x_TD.shape[0],
+            ROWS_AT=exchange.layout.rows_at, SIDE_AT=exchange.layout.side_at, **_channel(exchange, ROWS), **sizes,
+            CLOCK=exchange.has_clock, num_warps=16,
+        )  # fmt: skip
+
+
+def take_rows(
+    exchange: Exchange, routes: Tensor, totals: Tensor, out_RD: Tensor, out_RW: Tensor, tag: int, fill_from: int
+) -> None:
+    """Wait for every rank's rows and copy them to `out`."""
+    out_words = _words(out_RD)
+    sizes = _sizes(exchange, out_words.shape[1], out_RW.shape[1])
+    _wait_for_all(exchange, ROWS, tag)
+    channel = _channel(exchange, ROWS)
+    del channel["FAILED_AT"]
+    with _on(exchange):
+        take_rows_kernel[(_take_programs(exchange, out_RD.shape[0], sizes["TILE"]),)](
+            exchange.pointers, exchange.state, routes, totals, out_words, out_RW, exchange.rank, tag, out_RD.shape[0],
+            ROWS_AT=exchange.layout.rows_at, SIDE_AT=exchange.layout.side_at, **channel, **sizes,
+            FILL_FROM=fill_from, num_warps=8,
+        )  # fmt: skip
+
+
+def put_back(exchange: Exchange, rows_RD: Tensor, side_RK: Tensor, routes: Tensor, totals: Tensor, tag: int) -> None:
+    """Put received rows and side columns back to where they were sent from."""
+    words, side_words = _words(rows_RD), _words(side_RK)
+    sizes = _sizes(exchange, words.shape[1], side_words.shape[1])
+    with _on(exchange):
+        put_back_kernel[(_put_programs(exchange, 4 * words.numel()),)](
+            exchange.pointers, exchange.errors, exchange.state, words, side_words, routes, totals, exchange.rank, tag,
+            exchange.limit, ROWS_AT=exchange.layout.returns_at, SIDE_AT=exchange.layout.return_side_at,
+            **_channel(exchange, RETURNS), **sizes, CLOCK=exchange.has_clock, num_warps=16,
+        )  # fmt: skip
+
+
+def sum_back(
+    exchange: Exchange, rows_RD: Tensor, side_RK: Tensor, index_NT: Tensor, routes: Tensor, tag: int
+) -> tuple[Tensor, Tensor]:
+    """Wait for every rank's results and add them up per token: (T, D), (T, K)."""
+    num_tokens = index_NT.shape[1]
+    out_TD = rows_RD.new_empty(num_tokens, rows_RD.shape[1])
+    out_TK = side_RK.new_empty(num_tokens, side_RK.shape[1])
+    _wait_for_all(exchange, RETURNS, tag)
+    if out_TK.shape[1]:
+        _sum(exchange, side_RK, index_NT, routes, out_TK, tag, exchange.layout.return_side_at, finish=False)
+    # The last one returns the credit for both.
+    _sum(exchange, rows_RD, index_NT, routes, out_TD, tag, exchange.layout.returns_at, finish=True)
+    return out_TD, out_TK
+
+
+def _sum(
+    exchange: Exchange,
+    rows_RX: Tensor,
+    index_NT: Tensor,
+    routes: Tensor,
+    out_TX: Tensor,
+    tag: int,
+    rows_at: int,
+    *,
+    finish: bool,
+) -> None:
+    num_tokens, width = out_TX.shape
+    columns = min(triton.next_power_of_2(width), SUM_COLUMNS)
+    channel = _channel(exchange, RETURNS)
+    del channel["FAILED_AT"]
+    with _on(exchange):
+        sum_back_kernel[(_take_programs(exchange, num_tokens * triton.cdiv(width, columns), 1, per_sm=8),)](
+            exchange.pointers, exchange.state, rows_RX, index_NT, routes, out_TX, exchange.rank, tag, num_tokens,
+            ROWS_AT=rows_at, **channel, WIDTH=width, COLUMNS=columns,
+            WIDE=tl.float64 if out_TX.dtype == torch.float64 else tl.float32, FINISH=finish, num_warps=4,
+        )  # fmt: skip
+
+
+def _wait_for_all(exchange: Exchange, channel: int, tag: int) -> None:
+    flags = _channel(exchange, channel)
+    del flags["RANKS"]
+    with _on(exchange):
+        wait_kernel[(exchange.num_ranks,)](
+            exchange.pointers, exchange.errors, exchange.rank, tag, exchange.limit, **flags,
+            CLOCK=exchange.has_clock, num_warps=1,
+        )  # fmt: skip
+
+
+def _words(x: Tensor) -> Tensor:
+    """Rows as int32 words: (rows, bytes / 4)."""
+    x = x.contiguous()
+    width = x.shape[1] * x.element_size()
+    assert width % 4 == 0, x.shape
+    return x.view(-1).view(torch.int32).view(x.shape[0], width // 4)
+
+
+def _sizes(exchange: Exchange, words: int, side_words: int) -> dict[str, int]:
+    """How rows are cut into tiles."""
+    layout = exchange.layout
+    assert 4 * words <= layout.row_bytes and words % 4 == 0 and 4 * side_words <= layout.side_bytes, (words, side_words)
+    columns = min(triton.next_power_of_2(words), TILE_COLUMNS)
+    return {
+        "WORDS": words,
+        "COLUMNS": columns,
+        "SIDE_WORDS": side_words,
+        "SIDE_COLUMNS": triton.next_power_of_2(max(side_words, 1)),
+        "TILE": max(TILE_WORDS // columns, 1),
+    }
+
+
+def _channel(exchange: Exchange, channel: int) -> dict[str, int]:
+    """Where a channel's flags are."""
+    num_ranks = exchange.num_ranks
+    return {
+        "FLAGS_AT": exchange.layout.flags_at(channel),
+        "FAILED_AT": exchange.layout.failed_at,
+        "NUM_RANKS": num_ranks,
+        "RANKS": triton.next_power_of_2(num_ranks),
+    }
+
+
+def _put_programs(exchange: Exchange, num_bytes: int) -> int:
+    """Few enough to leave multiprocessors to others."""
+    return exchange.num_ctas or max(1, min(MAX_CTAS, num_bytes // BYTES_PER_CTA))
+
+
+def _take_programs(exchange: Exchange, rows: int, tile: int, per_sm: int = 2) -> int:
+    """Nobody waits for these, and they are bound by this device's own memory."""
+    if not exchange.arena.is_cuda:
+        return 3
+    processors = torch.cuda.get_device_properties(exchange.arena.device).multi_processor_count
+    return max(1, min(per_sm * processors, triton.cdiv(rows, tile)))
+
+
+def _on(exchange: Exchange) -> AbstractContextManager[Any]:
+    """Kernels are launched on the exchange's device."""
+    assert exchange.arena.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.cuda.device(exchange.arena.device) if exchange.arena.is_cuda else torch.no_grad()
