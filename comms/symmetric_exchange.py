@@ -179,8 +179,8 @@ def _back(plan: SymmetricPlan, step: int, rows_RD: Tensor, side_RK: Tensor) -> t
     return symmetric_combine(state, rows_RD, side_RK, plan.index_NT, plan.routes, plan.totals, name, tag)
 
 
-# Operators. Each changes `state`, so the compiler keeps them all, in order; what they return is theirs alone. Activation
-# checkpointing keeps the results of the first two.
+# Operators. Each changes `state`, so the compiler keeps them all, in order; what they return is fresh memory.
+# Activation checkpointing keeps the results of the first two.
 
 
 @torch.library.custom_op("sluicegate::exchange_routes", mutates_args=("state",))
@@ -209,7 +209,7 @@ def symmetric_dispatch(
     row_bound: int,
     fill_from: int,
 ) -> tuple[Tensor, Tensor]:
-    """Rows and their side words at their destinations: (R, D), (R, W). Side words of no row: 0, from fill_from on -1."""
+    """Received rows and their side words: (R, D), (R, W). Side words of no row: 0, from fill_from on -1."""
     exchange = find_exchange(name)
     out_RD, out_RW = x_TD.new_empty(row_bound, x_TD.shape[1]), side_TW.new_empty(row_bound, side_TW.shape[1])
     put_rows(exchange, x_TD, side_TW, index_NT, routes, out_RD, out_RW, tag)
@@ -274,7 +274,7 @@ def put_counts(exchange: Exchange, sent_2N: Tensor, tag: int) -> None:
     with _on(exchange):
         put_counts_kernel[(1,)](
             exchange.pointers, exchange.errors, exchange.state, sent_2N.contiguous(), exchange.rank, tag,
-            exchange.limit, TABLE_AT=exchange.layout.table_at, **_channel(exchange, COUNTS),
+            exchange.limit, exchange.layout.table_at, **_channel(exchange, COUNTS),
             CLOCK=exchange.has_clock, num_warps=1,
         )  # fmt: skip
 
@@ -287,7 +287,7 @@ def take_counts(exchange: Exchange, tag: int, item_bound: int) -> tuple[Tensor, 
     with _on(exchange):
         take_counts_kernel[(1,)](
             exchange.pointers, exchange.errors, exchange.state, exchange.overflow, routes, totals, exchange.rank, tag,
-            exchange.limit, exchange.layout.row_bound, item_bound, TABLE_AT=exchange.layout.table_at,
+            exchange.limit, exchange.layout.row_bound, item_bound, exchange.layout.table_at,
             **_channel(exchange, COUNTS), CLOCK=exchange.has_clock, num_warps=1,
         )  # fmt: skip
     return routes, totals
@@ -310,8 +310,8 @@ def put_rows(
     with _on(exchange):
         put_rows_kernel[(_put_programs(exchange, num_bytes),)](
             exchange.pointers, exchange.errors, exchange.state, x_words, side_TW, index_NT, routes, out_words, out_RW,
-            exchange.rank, tag, exchange.limit, x_TD.shape[0],
-            ROWS_AT=exchange.layout.rows_at, SIDE_AT=exchange.layout.side_at, **_channel(exchange, ROWS), **sizes,
+            exchange.rank, tag, exchange.limit, x_TD.shape[0], exchange.layout.rows_at, exchange.layout.side_at,
+            **_channel(exchange, ROWS), **sizes,
             CLOCK=exchange.has_clock, num_warps=16,
         )  # fmt: skip
 
@@ -328,7 +328,7 @@ def take_rows(
     with _on(exchange):
         take_rows_kernel[(_take_programs(exchange, out_RD.shape[0], sizes["TILE"]),)](
             exchange.pointers, exchange.state, routes, totals, out_words, out_RW, exchange.rank, tag, out_RD.shape[0],
-            ROWS_AT=exchange.layout.rows_at, SIDE_AT=exchange.layout.side_at, **channel, **sizes,
+            exchange.layout.rows_at, exchange.layout.side_at, **channel, **sizes,
             FILL_FROM=fill_from, num_warps=8,
         )  # fmt: skip
 
@@ -340,7 +340,7 @@ def put_back(exchange: Exchange, rows_RD: Tensor, side_RK: Tensor, routes: Tenso
     with _on(exchange):
         put_back_kernel[(_put_programs(exchange, 4 * words.numel()),)](
             exchange.pointers, exchange.errors, exchange.state, words, side_words, routes, totals, exchange.rank, tag,
-            exchange.limit, ROWS_AT=exchange.layout.returns_at, SIDE_AT=exchange.layout.return_side_at,
+            exchange.limit, exchange.layout.returns_at, exchange.layout.return_side_at,
             **_channel(exchange, RETURNS), **sizes, CLOCK=exchange.has_clock, num_warps=16,
         )  # fmt: skip
 
@@ -378,7 +378,7 @@ def _sum(
     with _on(exchange):
         sum_back_kernel[(_take_programs(exchange, num_tokens * triton.cdiv(width, columns), 1, per_sm=8),)](
             exchange.pointers, exchange.state, rows_RX, index_NT, routes, out_TX, exchange.rank, tag, num_tokens,
-            ROWS_AT=rows_at, **channel, WIDTH=width, COLUMNS=columns,
+            rows_at, **channel, WIDTH=width, COLUMNS=columns,
             WIDE=tl.float64 if out_TX.dtype == torch.float64 else tl.float32, FINISH=finish, num_warps=4,
         )  # fmt: skip
 

@@ -187,14 +187,14 @@ class Exchange:
         rows, row_bound, row_tag, items, item_bound, item_tag = self.overflow.tolist()  # pyright: ignore
         if rows:
             raise RuntimeError(
-                f"{self.describe_tag(row_tag)}: {rows} rows came to rank {self.global_ranks[self.rank]}, which has room "
-                f"for {row_bound}: raise comms.capacity to {rows / self.max_tokens:.2f} or more, or set it to null"
+                f"{self.describe_tag(row_tag)}: {rows} rows came to rank {self.global_ranks[self.rank]}, which has "
+                f"room for {row_bound}: raise comms.capacity to {rows / self.max_tokens:.2f} or more, or set it to null"
             )
         if items:
             raise RuntimeError(
                 f"{self.describe_tag(item_tag)}: {items} pairs fell to rank {self.global_ranks[self.rank]}, which has "
-                f"room for {item_bound}: raise model.moe.pair_capacity by {items / item_bound:.2f} x or more, or set it "
-                "to null"
+                f"room for {item_bound}: raise model.moe.pair_capacity by {items / item_bound:.2f} x or more, or set "
+                "it to null"
             )
 
 
@@ -257,18 +257,18 @@ def create_exchange(
         RuntimeError: memory that does not turn out to be shared.
     """
     import torch.distributed._symmetric_memory as symmetric
+    from torch._C._distributed_c10d import _SymmetricMemory
 
     # Rows go to one rank each: nothing here uses multicast, and setting it up can fail where the rest works.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if symmetric.get_backend(device) != "CUDA":
         symmetric.set_backend("CUDA")
-    # On every rank the same length, or the mapping fails.
-    arena = symmetric.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    # An allocation of its own, not a piece of a pool: it ends with the exchange.
+    arena = _SymmetricMemory.empty_strided_p2p((layout.num_bytes,), (1,), torch.uint8, device)
     arena[: layout.rows_at].zero_()
     handle = symmetric.rendezvous(arena, group.group_name)
-    # The allocation may begin before the tensor, by the same distance on every rank.
-    offset = arena.data_ptr() - handle.buffer_ptrs[handle.rank]
-    pointers = torch.tensor([pointer + offset for pointer in handle.buffer_ptrs], dtype=torch.int64, device=device)
+    assert handle.buffer_ptrs[handle.rank] == arena.data_ptr() and handle.world_size == group.size()
+    pointers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
     exchange = Exchange(
         name=group.group_name,
         layout=layout,

@@ -158,9 +158,9 @@ def _per_pair(bias_EX: Tensor, offsets_E: Tensor, num_pairs: int) -> Tensor:
     """Each pair's row of a per-expert table, as a product with a one-hot matrix: its gradient has no atomics."""
     pair = torch.arange(num_pairs, device=bias_EX.device)
     expert_P = torch.searchsorted(offsets_E, pair, right=True)
-    # Of no expert, where a pair stands behind the last offset.
     of_expert_PE = expert_P[:, None] == torch.arange(bias_EX.shape[0], device=bias_EX.device)
-    return of_expert_PE.to(bias_EX.dtype) @ bias_EX
+    # Behind the last offset are pairs of no expert, whose gradient may be anything.
+    return torch.where(of_expert_PE.any(1, keepdim=True), of_expert_PE.to(bias_EX.dtype) @ bias_EX, 0)
 
 
 class _GatherPairs(torch.autograd.Function):

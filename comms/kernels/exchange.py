@@ -4,12 +4,13 @@ Every rank has one *arena*, mapped by all others (comms/symmetric_memory.py lays
 (counts, rows there, rows back) has two halves. Puts wait for credit, write into the arenas of others and signal; takes
 wait for the signals, read the own arena and return the credit:
 
-    put     credit[n] >= e-1 for every n  ->  store rows at n  ->  barrier  ->  ready[me] at n := e      (release)
-    take    ready[m] >= e for every m     ->  load rows        ->  barrier  ->  credit[me] at m := e     (acquire, release)
+    put     credit[n] >= e-1 for every n  ->  store rows at n  ->  barrier  ->  ready[me] at n := e   (release)
+    take    ready[m] >= e for every m     ->  load rows        ->  barrier  ->  credit[me] at m := e  (release)
 
 e is the channel's epoch. It lives in the arena, only grows, and is advanced by the take's last program: nothing about
 it is known to the host, so a captured graph replays correctly. Flags hold epoch * 2^16 + tag; the tag names the layer
 and the direction, so ranks that disagree about what they exchange find out instead of mixing their rows.
+Flags are read with acquire semantics, all at system scope.
 
 Waits end by themselves: after `limit` nanoseconds of the device's clock, or that many polls where there is none (the
 interpreter, which runs programs one after another: all puts of all simulated ranks first, then the takes). What went
@@ -121,10 +122,10 @@ def _words_at(address):
     return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
 
 
-@triton.jit(do_not_specialize=["me", "tag", "limit"])
+@triton.jit(do_not_specialize=["me", "tag", "limit", "table_at"])
 def put_counts_kernel(
-    pointers, errors, state, sent, me, tag, limit,
-    TABLE_AT: tl.constexpr, FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
+    pointers, errors, state, sent, me, tag, limit, table_at,
+    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
     RANKS: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: this rank's row of the table (rows to each rank, then items) into every rank's table."""
@@ -137,16 +138,16 @@ def put_counts_kernel(
         _wait(
             pointers, errors, me, rank, FLAGS_AT + NUM_RANKS + rank, FAILED_AT, tag, epoch - 1, limit, False, CLOCK
         )  # fmt: skip
-        table = (tl.load(pointers + rank) + TABLE_AT).to(tl.pointer_type(tl.int32))
+        table = (tl.load(pointers + rank) + table_at).to(tl.pointer_type(tl.int32))
         tl.store(table + me * 2 * NUM_RANKS + column, row, mask=inside)
     _signal(pointers, FLAGS_AT + me, epoch * 65536 + tag, NUM_RANKS, RANKS)
     tl.store(state, epoch)
 
 
-@triton.jit(do_not_specialize=["me", "tag", "limit", "row_bound", "item_bound"])
+@triton.jit(do_not_specialize=["me", "tag", "limit", "row_bound", "item_bound", "table_at"])
 def take_counts_kernel(
-    pointers, errors, state, overflow, routes, totals, me, tag, limit, row_bound, item_bound,
-    TABLE_AT: tl.constexpr, FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
+    pointers, errors, state, overflow, routes, totals, me, tag, limit, row_bound, item_bound, table_at,
+    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
     RANKS: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: wait for every rank's row of the table, and work out the routes."""
@@ -156,7 +157,7 @@ def take_counts_kernel(
     sender = tl.arange(0, RANKS)[:, None]
     receiver = tl.arange(0, RANKS)[None, :]
     inside = (sender < NUM_RANKS) & (receiver < NUM_RANKS)
-    table = (tl.load(pointers + me) + TABLE_AT).to(tl.pointer_type(tl.int32))
+    table = (tl.load(pointers + me) + table_at).to(tl.pointer_type(tl.int32))
     asked = tl.load(table + sender * 2 * NUM_RANKS + receiver, mask=inside, other=0)
     items = tl.load(table + sender * 2 * NUM_RANKS + NUM_RANKS + receiver, mask=inside, other=0)
     first = tl.minimum(tl.cumsum(asked, axis=0) - asked, row_bound)
@@ -198,10 +199,11 @@ def _copy_words(source, target, source_row, target_row, mask_row, WORDS: tl.cons
         tl.store(target + target_row[:, None] * WORDS + column[None, :], words, mask=mask)
 
 
-@triton.jit(do_not_specialize=["me", "tag", "limit", "num_tokens"])
+@triton.jit(do_not_specialize=["me", "tag", "limit", "num_tokens", "rows_at", "side_at"])
 def put_rows_kernel(
     pointers, errors, state, rows, side, index, routes, out_rows, out_side, me, tag, limit, num_tokens,
-    ROWS_AT: tl.constexpr, SIDE_AT: tl.constexpr, FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr,
+    rows_at, side_at,
+    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr,
     NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
     WORDS: tl.constexpr, COLUMNS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_COLUMNS: tl.constexpr,
     TILE: tl.constexpr, CLOCK: tl.constexpr,
@@ -223,7 +225,7 @@ def put_rows_kernel(
                 # Every rank begins with another neighbour.
                 rank = (me + 1 + step) % NUM_RANKS
                 place, goes = _place(index, routes, me, rank, token, inside, num_tokens, NUM_RANKS)
-                address = tl.load(pointers + rank) + ROWS_AT
+                address = tl.load(pointers + rank) + rows_at
                 target = _words_at(tl.where(rank == me, out_rows.to(tl.int64), address))
                 tl.store(target + place[:, None] * WORDS + column, words, mask=goes[:, None] & (column < WORDS))
         if SIDE_WORDS > 0:
@@ -231,7 +233,7 @@ def put_rows_kernel(
             words = tl.load(side + token[:, None] * SIDE_WORDS + column, mask=inside[:, None] & (column < SIDE_WORDS))
             for rank in range(NUM_RANKS):
                 place, goes = _place(index, routes, me, rank, token, inside, num_tokens, NUM_RANKS)
-                address = tl.load(pointers + rank) + SIDE_AT
+                address = tl.load(pointers + rank) + side_at
                 target = tl.where(rank == me, out_side.to(tl.int64), address).to(tl.pointer_type(tl.int32))
                 mask = goes[:, None] & (column < SIDE_WORDS)
                 tl.store(target + place[:, None] * SIDE_WORDS + column, words, mask=mask)
@@ -271,10 +273,10 @@ def _finish_take(pointers, state, me, tag, FLAGS_AT: tl.constexpr, NUM_RANKS: tl
         tl.store(state, epoch)
 
 
-@triton.jit(do_not_specialize=["me", "tag", "row_bound"])
+@triton.jit(do_not_specialize=["me", "tag", "row_bound", "rows_at", "side_at"])
 def take_rows_kernel(
-    pointers, state, routes, totals, out_rows, out_side, me, tag, row_bound,
-    ROWS_AT: tl.constexpr, SIDE_AT: tl.constexpr, FLAGS_AT: tl.constexpr,
+    pointers, state, routes, totals, out_rows, out_side, me, tag, row_bound, rows_at, side_at,
+    FLAGS_AT: tl.constexpr,
     NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
     WORDS: tl.constexpr, COLUMNS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_COLUMNS: tl.constexpr,
     FILL_FROM: tl.constexpr, TILE: tl.constexpr,
@@ -285,14 +287,14 @@ def take_rows_kernel(
     own_end = own_first + tl.load(routes + own)
     num_rows = tl.load(totals)
     base = tl.load(pointers + me)
-    arena = _words_at(base + ROWS_AT)
+    arena = _words_at(base + rows_at)
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, TILE), tl.num_programs(0)):
         row = tile * TILE + tl.arange(0, TILE)
         came = (row < num_rows) & ((row < own_first) | (row >= own_end))
         row = row.to(tl.int64)
         _copy_words(arena, out_rows, row, row, came, WORDS, COLUMNS)
     if SIDE_WORDS > 0:
-        side = (base + SIDE_AT).to(tl.pointer_type(tl.int32))
+        side = (base + side_at).to(tl.pointer_type(tl.int32))
         column = tl.arange(0, SIDE_COLUMNS)[None, :]
         for tile in range(tl.program_id(0), tl.cdiv(row_bound, TILE), tl.num_programs(0)):
             row = tile * TILE + tl.arange(0, TILE)
@@ -306,15 +308,15 @@ def take_rows_kernel(
     _finish_take(pointers, state, me, tag, FLAGS_AT, NUM_RANKS, RANKS)
 
 
-@triton.jit(do_not_specialize=["me", "tag", "limit"])
+@triton.jit(do_not_specialize=["me", "tag", "limit", "rows_at", "side_at"])
 def put_back_kernel(
-    pointers, errors, state, rows, side, routes, totals, me, tag, limit,
-    ROWS_AT: tl.constexpr, SIDE_AT: tl.constexpr, FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr,
+    pointers, errors, state, rows, side, routes, totals, me, tag, limit, rows_at, side_at,
+    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr,
     NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
     WORDS: tl.constexpr, COLUMNS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_COLUMNS: tl.constexpr,
     TILE: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each received row (or what became of it) back to its sender, where it stands among the rows that this one sent."""
+    """Each received row (or what became of it) back to its sender, to its place among the rows that that one sent."""
     epoch = tl.load(_word(pointers, me, FLAGS_AT + 2 * NUM_RANKS)) + 1
     for rank in range(NUM_RANKS):
         _wait(
@@ -338,25 +340,25 @@ def put_back_kernel(
                 back = tl.load(routes + 2 * NUM_RANKS * NUM_RANKS + rank * NUM_RANKS + me)
                 place = (back + row - first).to(tl.int64)
                 base = tl.load(pointers + rank)
-                target = _words_at(base + ROWS_AT)
+                target = _words_at(base + rows_at)
                 _copy_words(rows, target, row.to(tl.int64), place, goes, WORDS, COLUMNS)
                 if SIDE_WORDS > 0:
-                    target = (base + SIDE_AT).to(tl.pointer_type(tl.int32))
+                    target = (base + side_at).to(tl.pointer_type(tl.int32))
                     _copy_words(side, target, row.to(tl.int64), place, goes, SIDE_WORDS, SIDE_COLUMNS)
     if _is_last(_word(pointers, me, FLAGS_AT + 2 * NUM_RANKS + 1), tl.num_programs(0)):
         _signal(pointers, FLAGS_AT + me, epoch * 65536 + tag, NUM_RANKS, RANKS)
         tl.store(state, epoch)
 
 
-@triton.jit(do_not_specialize=["me", "tag", "num_tokens"])
+@triton.jit(do_not_specialize=["me", "tag", "num_tokens", "rows_at"])
 def sum_back_kernel(
-    pointers, state, rows, index, routes, out, me, tag, num_tokens,
-    ROWS_AT: tl.constexpr, FLAGS_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
+    pointers, state, rows, index, routes, out, me, tag, num_tokens, rows_at,
+    FLAGS_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     """out[t] = the sum of what came back for token t, by ascending rank; this rank's own part is read from `rows`."""
     parts: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    arena = tl.load(pointers + me) + ROWS_AT
+    arena = tl.load(pointers + me) + rows_at
     for piece in range(tl.program_id(0), num_tokens * parts, tl.num_programs(0)):
         token = tl.cast(piece // parts, tl.int64)
         column = piece % parts * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,7 +1,7 @@
 """The exchange through symmetric memory on two GPUs, against the collective backend in the same processes.
 
-Rows are moved and sums keep the collective backend's order, so whatever both compute is compared bit for bit. Each check
-runs on both ranks with an arena of its own; what it raised is the test's failure.
+Rows are moved and sums keep the collective backend's order, so whatever both compute is compared bit for bit. Each
+check runs on both ranks with an arena of its own; what it raised is the test's failure.
 """
 
 import os
@@ -242,7 +242,7 @@ def compiled_chain_of_two_dispatches(device: torch.device) -> None:
     def chain(state: Tensor, x: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
         routes, totals = ops.exchange_routes(state, sent, name, tag_of(0, PLAN), 10**6)
         tables = index, routes, totals
-        unused, _ = ops.symmetric_dispatch(state, x, side, *tables, name, tag_of(0, DISPATCH), bound, 0)
+        _, _ = ops.symmetric_dispatch(state, x, side, *tables, name, tag_of(0, DISPATCH), bound, 0)
         rows, out_side = ops.symmetric_dispatch(state, x + 1, side, *tables, name, tag_of(0, DISPATCH), bound, 0)
         again, _ = ops.symmetric_dispatch(state, x + 1, side, *tables, name, tag_of(0, DISPATCH), bound, 0)
         is_row = (torch.arange(bound, device=x.device) < totals[0])[:, None]

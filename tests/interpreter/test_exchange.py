@@ -246,7 +246,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         put_counts(exchange, exchange_module._order(table)[1], tag_of(7, PLAN))
     take_counts(ranks[0], tag_of(7, PLAN), 100)
     with pytest.raises(
-        RuntimeError, match="rank 0 waited for rank 2 in plan of MoE layer 7 .*epoch 1.* after 10 polls: .*epoch 0"
+        RuntimeError, match=r"rank 0 waited for rank 2 in plan of MoE layer 7 .*epoch 1.* after 10 polls: .*epoch 0"
     ):
         ranks[0].check()
     ranks[1].check()
@@ -271,7 +271,7 @@ def test_ranks_in_different_layers_are_an_error() -> None:
     for layer, (exchange, table) in enumerate(zip(ranks, items, strict=True)):
         put_counts(exchange, exchange_module._order(table)[1], tag_of(layer, PLAN))
     take_counts(ranks[0], tag_of(0, PLAN), 100)
-    with pytest.raises(RuntimeError, match="in plan of MoE layer 0 .*that rank was in plan of MoE layer 1, epoch 1"):
+    with pytest.raises(RuntimeError, match=r"in plan of MoE layer 0 .*that rank was in plan of MoE layer 1, epoch 1"):
         ranks[0].check()
 
 
