@@ -15,6 +15,7 @@ Shape suffixes: T tokens of this rank, N ranks, R room for received rows, D row 
 a row's side columns.
 """
 
+import math
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from comms.kernels.exchange import (
     take_rows_kernel,
     wait_kernel,
 )
+from comms.payload import BLOCK, Payload, decode, encode
 from comms.symmetric_memory import Exchange, find_exchange
 
 # Words that a program moves at a time, and the widest part of a row in it.
@@ -127,56 +129,68 @@ def _order(items_TN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dispatch_rows(
-    plan: SymmetricPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+    plan: SymmetricPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: Payload
 ) -> tuple[Tensor, Tensor, Tensor]:
     """rows_RD, weights_RK, ids_RK (int64); see comms.all_to_all.dispatch."""
-    return _Dispatch.apply(plan, x_TD, weights_TK, ids_TK)  # type: ignore[no-any-return]
+    return _Dispatch.apply(plan, x_TD, weights_TK, ids_TK, payload)  # type: ignore[no-any-return]
 
 
-def combine_rows(plan: SymmetricPlan, rows_RD: Tensor) -> Tensor:
+def combine_rows(plan: SymmetricPlan, rows_RD: Tensor, payload: Payload) -> Tensor:
     """out_TD; see comms.all_to_all.combine."""
-    return _Combine.apply(plan, rows_RD)  # type: ignore[no-any-return]
+    return _Combine.apply(plan, rows_RD, payload)  # type: ignore[no-any-return]
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: SymmetricPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, ...]:
-        ctx.plan = plan
+    def forward(
+        ctx: Any, plan: SymmetricPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: Payload
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.plan, ctx.payload = plan, payload
         weight_words_TW = _words(weights_TK)
+        num_words = weight_words_TW.shape[1]
         side_TW = torch.cat([weight_words_TW, ids_TK.to(torch.int32)], dim=1)
-        rows_RD, side_RW = _there(plan, DISPATCH, x_TD, side_TW, weight_words_TW.shape[1])
-        weights_RK = side_RW[:, : weight_words_TW.shape[1]].contiguous().view(weights_TK.dtype)
-        ids_RK = side_RW[:, weight_words_TW.shape[1] :].long()
+        rows_RD, side_RW = _there(plan, DISPATCH, x_TD, side_TW, num_words, payload.rows)
+        weights_RK = side_RW[:, :num_words].contiguous().view(weights_TK.dtype)
+        ids_RK = side_RW[:, num_words:].long()
         ctx.mark_non_differentiable(ids_RK)
         return rows_RD, weights_RK, ids_RK
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        d_x_TD, d_weights_TK = _back(ctx.plan, DISPATCH_GRAD, grads[0], grads[1])
-        return None, d_x_TD, d_weights_TK, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        d_x_TD, d_weights_TK = _back(ctx.plan, DISPATCH_GRAD, grads[0], grads[1], ctx.payload.grads)
+        return None, d_x_TD, d_weights_TK, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: SymmetricPlan, rows_RD: Tensor) -> Tensor:
-        ctx.plan = plan
-        return _back(plan, COMBINE, rows_RD, rows_RD[:, :0])[0]
+    def forward(ctx: Any, plan: SymmetricPlan, rows_RD: Tensor, payload: Payload) -> Tensor:
+        ctx.plan, ctx.payload = plan, payload
+        return _back(plan, COMBINE, rows_RD, rows_RD[:, :0], payload.rows)[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         no_side_TW = grads[0].new_empty(grads[0].shape[0], 0, dtype=torch.int32)
-        return None, _there(ctx.plan, COMBINE_GRAD, grads[0], no_side_TW, 0)[0]
+        return None, _there(ctx.plan, COMBINE_GRAD, grads[0], no_side_TW, 0, ctx.payload.grads)[0], None
 
 
-def _there(plan: SymmetricPlan, step: int, x_TD: Tensor, side_TW: Tensor, fill_from: int) -> tuple[Tensor, Tensor]:
+def _there(
+    plan: SymmetricPlan, step: int, x_TD: Tensor, side_TW: Tensor, fill_from: int, payload: str
+) -> tuple[Tensor, Tensor]:
+    """Received rows and side words, with room for all that may come."""
     state, name, tag = plan.exchange.state, plan.exchange.name, tag_of(plan.layer, step)
     tables = plan.index_NT, plan.routes, plan.totals
-    return symmetric_dispatch(state, x_TD, side_TW, *tables, name, tag, plan.num_rows, fill_from)
+    coded = encode(x_TD, payload)
+    coded, side_RW = symmetric_dispatch(state, coded, side_TW, *tables, name, tag, plan.num_rows, fill_from)
+    return decode(coded, payload, x_TD.shape[1], x_TD.dtype), side_RW
 
 
-def _back(plan: SymmetricPlan, step: int, rows_RD: Tensor, side_RK: Tensor) -> tuple[Tensor, Tensor]:
+def _back(plan: SymmetricPlan, step: int, rows_RD: Tensor, side_RK: Tensor, payload: str) -> tuple[Tensor, Tensor]:
+    """The sums per token of rows and side columns."""
     state, name, tag = plan.exchange.state, plan.exchange.name, tag_of(plan.layer, step)
-    return symmetric_combine(state, rows_RD, side_RK, plan.index_NT, plan.routes, plan.totals, name, tag)
+    tables = plan.index_NT, plan.routes, plan.totals
+    out_TD = rows_RD.new_empty(plan.num_tokens, rows_RD.shape[1])
+    side_TK = symmetric_combine(state, out_TD, encode(rows_RD, payload), side_RK, *tables, name, tag)
+    return out_TD, side_TK
 
 
 # Operators. Each changes `state`, so the compiler keeps them all, in order; what they return is fresh memory.
@@ -233,37 +247,43 @@ def _(
     return x_TD.new_empty(row_bound, x_TD.shape[1]), side_TW.new_empty(row_bound, side_TW.shape[1])
 
 
-@torch.library.custom_op("sluicegate::symmetric_combine", mutates_args=("state",))
+@torch.library.custom_op("sluicegate::symmetric_combine", mutates_args=("state", "out_TD"))
 def symmetric_combine(
     state: Tensor,
-    rows_RD: Tensor,
+    out_TD: Tensor,
+    rows_RX: Tensor,
     side_RK: Tensor,
     index_NT: Tensor,
     routes: Tensor,
     totals: Tensor,
     name: str,
     tag: int,
-) -> tuple[Tensor, Tensor]:
-    """The sum of what comes back for each token, of rows and of side columns: (T, D), (T, K)."""
+) -> Tensor:
+    """Write into `out` the sum of the rows that come back for each token; returns that of side columns, (T, K).
+
+    Rows have the width and dtype of `out`, or are records of it in uint8.
+    """
     exchange = find_exchange(name)
-    rows_RD, side_RK = rows_RD.contiguous(), side_RK.contiguous()
-    put_back(exchange, rows_RD, side_RK, routes, totals, tag)
-    return sum_back(exchange, rows_RD, side_RK, index_NT, routes, tag)
+    rows_RX, side_RK = rows_RX.contiguous(), side_RK.contiguous()
+    side_TK = side_RK.new_empty(out_TD.shape[0], side_RK.shape[1])
+    put_back(exchange, rows_RX, side_RK, routes, totals, tag)
+    sum_back(exchange, rows_RX, side_RK, index_NT, routes, out_TD, side_TK, tag)
+    return side_TK
 
 
 @symmetric_combine.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(
     state: Tensor,
-    rows_RD: Tensor,
+    out_TD: Tensor,
+    rows_RX: Tensor,
     side_RK: Tensor,
     index_NT: Tensor,
     routes: Tensor,
     totals: Tensor,
     name: str,
     tag: int,
-) -> tuple[Tensor, Tensor]:
-    num_tokens = index_NT.shape[1]
-    return rows_RD.new_empty(num_tokens, rows_RD.shape[1]), side_RK.new_empty(num_tokens, side_RK.shape[1])
+) -> Tensor:
+    return side_RK.new_empty(out_TD.shape[0], side_RK.shape[1])
 
 
 # Halves of the operators.
@@ -346,18 +366,21 @@ def put_back(exchange: Exchange, rows_RD: Tensor, side_RK: Tensor, routes: Tenso
 
 
 def sum_back(
-    exchange: Exchange, rows_RD: Tensor, side_RK: Tensor, index_NT: Tensor, routes: Tensor, tag: int
-) -> tuple[Tensor, Tensor]:
-    """Wait for every rank's results and add them up per token: (T, D), (T, K)."""
-    num_tokens = index_NT.shape[1]
-    out_TD = rows_RD.new_empty(num_tokens, rows_RD.shape[1])
-    out_TK = side_RK.new_empty(num_tokens, side_RK.shape[1])
+    exchange: Exchange,
+    rows_RX: Tensor,
+    side_RK: Tensor,
+    index_NT: Tensor,
+    routes: Tensor,
+    out_TD: Tensor,
+    side_TK: Tensor,
+    tag: int,
+) -> None:
+    """Wait for every rank's results and add them up per token, into `out` and `side`."""
     _wait_for_all(exchange, RETURNS, tag)
-    if out_TK.shape[1]:
-        _sum(exchange, side_RK, index_NT, routes, out_TK, tag, exchange.layout.return_side_at, finish=False)
+    if side_TK.shape[1]:
+        _sum(exchange, side_RK, index_NT, routes, side_TK, tag, exchange.layout.return_side_at, finish=False)
     # The last one returns the credit for both.
-    _sum(exchange, rows_RD, index_NT, routes, out_TD, tag, exchange.layout.returns_at, finish=True)
-    return out_TD, out_TK
+    _sum(exchange, rows_RX, index_NT, routes, out_TD, tag, exchange.layout.returns_at, finish=True)
 
 
 def _sum(
@@ -375,11 +398,13 @@ def _sum(
     columns = min(triton.next_power_of_2(width), SUM_COLUMNS)
     channel = _channel(exchange, RETURNS)
     del channel["FAILED_AT"]
+    row_bytes, is_coded = rows_RX.shape[1] * rows_RX.element_size(), rows_RX.dtype == torch.uint8
     with _on(exchange):
         sum_back_kernel[(_take_programs(exchange, num_tokens * triton.cdiv(width, columns), 1, per_sm=8),)](
             exchange.pointers, exchange.state, rows_RX, index_NT, routes, out_TX, exchange.rank, tag, num_tokens,
-            rows_at, **channel, WIDTH=width, COLUMNS=columns,
-            WIDE=tl.float64 if out_TX.dtype == torch.float64 else tl.float32, FINISH=finish, num_warps=4,
+            rows_at, **channel, WIDTH=width, ROW_BYTES=row_bytes, ALIGNMENT=math.gcd(row_bytes, 16), COLUMNS=columns,
+            WIDE=tl.float64 if out_TX.dtype == torch.float64 else tl.float32, BLOCK=BLOCK if is_coded else 0,
+            FINISH=finish, num_warps=4,
         )  # fmt: skip
 
 

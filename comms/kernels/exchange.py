@@ -40,6 +40,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from comms.kernels.codec import decode_bits
+
 # What `errors` says first: nothing happened, a peer did not come, a peer is at another exchange.
 NO_ERROR, EXPIRED, MISMATCH = 0, 1, 2
 
@@ -350,11 +352,31 @@ def put_back_kernel(
         tl.store(state, epoch)
 
 
+@triton.jit
+def _load_row(
+    address, column, mask, like,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """A row's numbers from its address, 0 where the mask is not; BLOCK > 0: from a record (comms/kernels/codec.py)."""
+    if BLOCK == 0:
+        row = tl.multiple_of(address.to(like.dtype), ALIGNMENT)
+        return tl.load(row + column, mask=mask, other=0.0).to(WIDE)
+    else:
+        record = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), ALIGNMENT)
+        code = tl.load(record + column, mask=mask, other=0).to(tl.int32)
+        scale = tl.load(record + WIDTH + column // BLOCK, mask=mask, other=0).to(tl.int32)
+        bits = decode_bits(code, scale)
+        if like.dtype.element_ty == tl.bfloat16:
+            # What unpacking into bf16 gives, and the sum starts from that.
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return bits.to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["me", "tag", "num_tokens", "rows_at"])
 def sum_back_kernel(
     pointers, state, rows, index, routes, out, me, tag, num_tokens, rows_at,
-    FLAGS_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, FINISH: tl.constexpr,
+    FLAGS_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr,
+    ALIGNMENT: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     """out[t] = the sum of what came back for token t, by ascending rank; this rank's own part is read from `rows`."""
     parts: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
@@ -368,12 +390,12 @@ def sum_back_kernel(
             nth = tl.load(index + rank * num_tokens + token)
             count = tl.load(routes + me * NUM_RANKS + rank)
             goes = (nth >= 0) & (nth < count)
-            source = tl.multiple_of(tl.where(rank == me, rows.to(tl.int64), arena).to(out.dtype), 16)
             # Own rows stand where they were received, the others where they were sent from.
             part = tl.where(rank == me, 1, 2)
             first = tl.load(routes + part * NUM_RANKS * NUM_RANKS + me * NUM_RANKS + rank)
-            place = (first + nth).to(tl.int64)
-            total += tl.load(source + place * WIDTH + column, mask=inside & goes, other=0.0).to(WIDE)
+            base = tl.where(rank == me, rows.to(tl.int64), arena)
+            address = base + (first + nth).to(tl.int64) * ROW_BYTES
+            total += _load_row(address, column, inside & goes, out, WIDTH, BLOCK, WIDE, ALIGNMENT)
         tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
     if FINISH:
         _finish_take(pointers, state, me, tag, FLAGS_AT, NUM_RANKS, RANKS)

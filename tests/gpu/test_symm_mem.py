@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from comms.all_to_all import combine, dispatch, plan_dispatch
+from comms.all_to_all import AS_IT_IS, combine, dispatch, plan_dispatch
+from comms.payload import Payload
 from comms.symmetric_exchange import (
     COMBINE,
     DISPATCH,
@@ -93,15 +94,15 @@ def work(rows_RD: Tensor, weights_RK: Tensor, ids_RK: Tensor) -> Tensor:
     return (rows_RD * scale_R[:, None]).to(rows_RD.dtype)
 
 
-def round_trip(exchange: Exchange | None, given: Inputs, layer: int = 0) -> list[Tensor]:
+def round_trip(exchange: Exchange | None, given: Inputs, layer: int = 0, payload: Payload = AS_IT_IS) -> list[Tensor]:
     """Output, gradients and (as far as they exist) received rows; by collectives without an exchange."""
     x, weights = given.x_TD.clone().requires_grad_(), given.weights_TK.clone().requires_grad_()
     if exchange is None:
         plan: Any = plan_dispatch(given.items_TN, dist.group.WORLD)
     else:
         plan = plan_exchange(given.items_TN, exchange, layer, 10**6)
-    rows, row_weights, ids = dispatch(plan, x, weights, given.ids_TK)
-    out = combine(plan, work(rows, row_weights, ids))
+    rows, row_weights, ids = dispatch(plan, x, weights, given.ids_TK, payload)
+    out = combine(plan, work(rows, row_weights, ids), payload)
     upstream = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
     grads = torch.autograd.grad(out, [x, weights], upstream)
     return [out.detach(), *grads, rows.detach(), row_weights.detach(), ids]
@@ -139,6 +140,15 @@ def other_widths_and_dtypes(device: torch.device) -> None:
         given = inputs(device, 300 + dist.get_rank(), layer, width)
         given = given._replace(x_TD=given.x_TD.to(dtype))
         assert_same(round_trip(exchange, given, layer), round_trip(None, given))
+
+
+def coded_rows(device: torch.device) -> None:
+    """mxfp8 there, back, and for both gradients."""
+    exchange = make_exchange(device)
+    for layer, payload in enumerate([Payload("mxfp8"), Payload("model", "mxfp8"), Payload("mxfp8", "mxfp8")]):
+        given = inputs(device, 300 + 77 * dist.get_rank(), layer)
+        assert_same(round_trip(exchange, given, layer, payload), round_trip(None, given, 0, payload))
+    exchange.check()
 
 
 def no_collective_is_called(device: torch.device) -> None:
@@ -184,7 +194,8 @@ def a_thousand_rounds_with_delays(device: torch.device) -> None:
         delay(chooser)
         put_back(exchange, rows, no_side, routes, totals, tag_of(step % 50, COMBINE))
         delay(chooser)
-        out, _ = sum_back(exchange, rows, no_side, index, routes, tag_of(step % 50, COMBINE))
+        out, no_sums = torch.empty_like(given.x_TD), no_side[:0]
+        sum_back(exchange, rows, no_side, index, routes, out, no_sums, tag_of(step % 50, COMBINE))
         wrong += (out != round_trip(None, given)[0]).sum()
     exchange.check()
     assert int(wrong) == 0
@@ -247,9 +258,10 @@ def compiled_chain_of_two_dispatches(device: torch.device) -> None:
         again, _ = ops.symmetric_dispatch(state, x + 1, side, *tables, name, tag_of(0, DISPATCH), bound, 0)
         is_row = (torch.arange(bound, device=x.device) < totals[0])[:, None]
         both = torch.where(is_row, rows + again, 0)
-        out, _ = ops.symmetric_combine(state, both, out_side[:, :0], *tables, name, tag_of(0, COMBINE))
+        out, second = torch.empty_like(x), torch.empty_like(x)
+        ops.symmetric_combine(state, out, both, out_side[:, :0], *tables, name, tag_of(0, COMBINE))
         out = out * 2
-        second, _ = ops.symmetric_combine(state, both, out_side[:, :0], *tables, name, tag_of(0, COMBINE))
+        ops.symmetric_combine(state, second, both, out_side[:, :0], *tables, name, tag_of(0, COMBINE))
         return out + second, rows
 
     side = given.ids_TK.int()
@@ -378,6 +390,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     for check in (
         equal_to_the_collective_backend,
         other_widths_and_dtypes,
+        coded_rows,
         no_collective_is_called,
         two_layers_and_three_micro_batches,
         other_collectives_run_beside,

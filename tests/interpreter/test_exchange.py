@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import comms.symmetric_exchange as exchange_module
+from comms.kernels.codec import pack_rows, unpack_rows
 from comms.kernels.gather_sum import gather_sum_reference
 from comms.symmetric_exchange import (
     COMBINE,
@@ -92,7 +93,7 @@ def dispatch_all(plans: list[SymmetricPlan], xs: list[Tensor], sides: list[Tenso
     """Rows and side words that every rank receives; places that nothing was written to hold NaN, or 7."""
     outs = []
     for plan, x, side in zip(plans, xs, sides, strict=True):
-        out = x.new_full((plan.num_rows, x.shape[1]), float("nan"))
+        out = x.new_full((plan.num_rows, x.shape[1]), float("nan") if x.is_floating_point() else 255)
         outs.append((out, side.new_full((plan.num_rows, side.shape[1]), 7)))
         put_rows(plan.exchange, x, side, plan.index_NT, plan.routes, *outs[-1], tag_of(plan.layer, DISPATCH))
     for plan, out in zip(plans, outs, strict=True):
@@ -100,13 +101,22 @@ def dispatch_all(plans: list[SymmetricPlan], xs: list[Tensor], sides: list[Tenso
     return outs
 
 
-def combine_all(plans: list[SymmetricPlan], rows: list[Tensor], sides: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def combine_all(
+    plans: list[SymmetricPlan], rows: list[Tensor], sides: list[Tensor], like: Tensor | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Sums per token on every rank, in the form of `like`; what is not written holds NaN."""
     for plan, out, side in zip(plans, rows, sides, strict=True):
         put_back(plan.exchange, out, side, plan.routes, plan.totals, tag_of(plan.layer, COMBINE))
-    return [
-        sum_back(plan.exchange, out, side, plan.index_NT, plan.routes, tag_of(plan.layer, COMBINE))
-        for plan, out, side in zip(plans, rows, sides, strict=True)
-    ]
+    outs = []
+    for plan, out, side in zip(plans, rows, sides, strict=True):
+        like = out if like is None else like
+        sums = (
+            like.new_full((plan.num_tokens, like.shape[1]), float("nan")),
+            side.new_full((plan.num_tokens, side.shape[1]), 7),
+        )
+        sum_back(plan.exchange, out, side, plan.index_NT, plan.routes, *sums, tag_of(plan.layer, COMBINE))
+        outs.append(sums)
+    return outs
 
 
 def expected_rows(items: list[Tensor], xs: list[Tensor], rank: int) -> Tensor:
@@ -163,11 +173,31 @@ def check_round(ranks: list[Exchange], items: list[Tensor], width: int, dtype: t
         exchange.check_overflow()
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("num_ranks", "pattern"),
+    [*((2, pattern) for pattern in PATTERNS), (1, "random_items"), (3, "one_rank_is_empty"), (8, "random_items")],
+)
 def test_every_rank_gets_what_the_collective_backend_brings(num_ranks: int, pattern: str) -> None:
     ranks = make(num_ranks, 24, torch.bfloat16)
     check_round(ranks, PATTERNS[pattern](num_ranks, torch.Generator().manual_seed(0)), 24, torch.bfloat16, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_records_arrive_as_they_were_and_are_summed_after_decoding(dtype: torch.dtype) -> None:
+    """mxfp8: coding then moving is moving then coding; sums are those of decoded rows, rounded once more."""
+    width, generator = 48, torch.Generator().manual_seed(8)
+    ranks, items = make(2, width, dtype), random_items(2, generator)
+    xs = [(torch.randn(len(table), width, generator=generator) * 50).to(dtype) for table in items]
+    plans = plan_all(ranks, items)
+    received = dispatch_all(plans, [pack_rows(x) for x in xs], [x.new_empty(len(x), 0).int() for x in xs])
+    for rank, (record, _) in enumerate(received):
+        expected = expected_rows(items, xs, rank)
+        assert torch.equal(record[: len(expected)], pack_rows(expected))
+    sides = [record[:, :0].float() for record, _ in received]
+    outs = combine_all(plans, [record for record, _ in received], sides, like=xs[0])
+    decoded = [unpack_rows(record, width, dtype) for record, _ in received]
+    for rank, (out, _) in enumerate(outs):
+        assert torch.equal(bits(out), bits(expected_sums(items, decoded, rank)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
