@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comms.all_to_all import Plan, combine, dispatch, plan_dispatch
+from comms.all_to_all import AS_IT_IS, Plan, combine, dispatch, plan_dispatch
 from comms.collectives import gather_dim, gather_over_ranks, reduce_scatter, sum_over_ranks
 from comms.split_sequence import SplitSequence
 from comms.symmetric_exchange import plan_exchange
@@ -96,6 +96,8 @@ class MoE(nn.Module):
         self.data_group: dist.ProcessGroup | None = None
         self.sequence: SplitSequence | None = None
         self.exchange: Exchange | None = None
+        # What rows and gradients are sent as.
+        self.dispatch_payload = self.combine_payload = AS_IT_IS
         # Among the MoE layers of the model: ranks that meet in an exchange must be in the same layer.
         self.number = 0
 
@@ -144,12 +146,12 @@ class MoE(nn.Module):
         every_id_used = self.config.capacity_factor is None and mask_T is None
         plan = self.plan(items_TN, ids_TK.numel() if every_id_used else None)
 
-        rows_RD, weights_RK, ids_RK = dispatch(plan, x_TD, weights_TK, ids_TK)
+        rows_RD, weights_RK, ids_RK = dispatch(plan, x_TD, weights_TK, ids_TK, self.dispatch_payload)
         first = 0 if self.ep_group is None else self.ep_group.rank() * experts_per_rank
         is_ours_RK = (ids_RK >= first) & (ids_RK < first + experts_per_rank)
         local_ids_RK = torch.where(is_ours_RK, ids_RK - first, -1)
         out_RD = self.experts(rows_RD, local_ids_RK, weights_RK, plan.num_items, plan.is_exact)
-        y_TD = combine(plan, out_RD)
+        y_TD = combine(plan, out_RD, self.combine_payload)
         return y_TD if self.etp_group is None else reduce_scatter(y_TD, 0, self.etp_group.group_name)
 
     def plan(self, items_TN: Tensor, num_items: int | None) -> Plan:

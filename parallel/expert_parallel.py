@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from comms.backend import BackendChoice, choose_backend
 from comms.config import CommsConfig
+from comms.payload import Payload
 from comms.symmetric_exchange import describe_tag
 from comms.symmetric_memory import create_exchange, plan_layout
 from moe.layer import MoE
@@ -57,6 +58,9 @@ def connect_experts(
         ValueError: a backend that was asked for cannot run here.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
+    for layer in layers:
+        layer.dispatch_payload = Payload(comms.payload.dispatch, comms.payload.dispatch_grad)
+        layer.combine_payload = Payload(comms.payload.combine, comms.payload.combine_grad)
     choice = choose_backend(comms, mesh.ep_group, mesh.device)
     if choice.backend != "symm_mem" or not layers:
         return choice

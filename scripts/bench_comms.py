@@ -42,7 +42,8 @@ from torch.multiprocessing.spawn import spawn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from comms.all_to_all import DispatchPlan, combine, dispatch, pack, plan_dispatch
-from comms.symmetric_exchange import DISPATCH, describe_tag, plan_exchange, put_rows, tag_of, take_rows
+from comms.put_and_take import put_rows, take_rows
+from comms.symmetric_exchange import DISPATCH, describe_tag, plan_exchange, tag_of
 from comms.symmetric_memory import Exchange, create_exchange, forget_exchanges, plan_layout
 from parallel.process_group import process_group
 from scripts.bench_results import result_file, write_result
@@ -304,17 +305,12 @@ def halves(plan: Any, tokens: Tokens, exchange: Exchange | None, rounds: int) ->
         marks[0].record()
         put_rows(exchange, tokens.x_TD, side, *tables, rows, row_side, tag)
         marks[1].record()
-        take_rows(exchange, plan.routes, plan.totals, rows, row_side, tag, case_words(tokens))
+        take_rows(exchange, plan.routes, plan.totals, rows, row_side, tag, tokens.weights_TK.shape[1])
         marks[2].record()
         torch.cuda.synchronize()
         found.append([marks[0].elapsed_time(marks[1]) / 1e3, marks[1].elapsed_time(marks[2]) / 1e3])
     put, take = (max_over_ranks(statistics.median(column)) for column in zip(*found[1:], strict=True))
     return put, take
-
-
-def case_words(tokens: Tokens) -> int:
-    """Side columns before the ids."""
-    return tokens.weights_TK.shape[1]
 
 
 def bare_put(exchange: Exchange, num_bytes: int, case: Case, rounds: int) -> float:

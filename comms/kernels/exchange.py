@@ -26,8 +26,7 @@ Worked example, 2 ranks, rank 0 sends 2 rows to rank 0 and 1 to rank 1, rank 1 s
 so rank 0 receives its own rows in places 0 and 1, rank 1's in places 2 to 4. If 4 rows are all it has room for, the 3
 becomes a 2, on every rank alike, and rank 0 notes an overflow.
 
-Words are int32 in rows and int64 in flags. A rank's own rows never enter its arena: they go from the source to the
-result directly.
+A rank's own rows never enter its arena: they go from the source to the result directly.
 
 Shape suffixes: T tokens, N ranks, R rows received.
 """
@@ -42,8 +41,8 @@ from triton.language.extra.cuda import globaltimer
 
 from comms.kernels.codec import decode_bits
 
-# What `errors` says first: nothing happened, a peer did not come, a peer is at another exchange.
-NO_ERROR, EXPIRED, MISMATCH = 0, 1, 2
+# What `errors` says first: nothing happened, a peer did not come; else a peer is at another exchange.
+NO_ERROR, EXPIRED = 0, 1
 
 # Flags of one channel: ready[N], credit[N], then this rank's own epoch and number of programs that are done.
 COUNTS, ROWS, RETURNS = 0, 1, 2

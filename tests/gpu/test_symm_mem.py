@@ -20,21 +20,8 @@ from torch import Tensor
 
 from comms.all_to_all import AS_IT_IS, combine, dispatch, plan_dispatch
 from comms.payload import Payload
-from comms.symmetric_exchange import (
-    COMBINE,
-    DISPATCH,
-    PLAN,
-    SymmetricPlan,
-    describe_tag,
-    plan_exchange,
-    put_back,
-    put_counts,
-    put_rows,
-    sum_back,
-    tag_of,
-    take_counts,
-    take_rows,
-)
+from comms.put_and_take import put_back, put_counts, put_rows, sum_back, take_counts, take_rows
+from comms.symmetric_exchange import COMBINE, DISPATCH, PLAN, SymmetricPlan, _order, describe_tag, plan_exchange, tag_of
 from comms.symmetric_memory import Exchange, create_exchange, plan_layout
 from moe.config import MoEConfig
 from moe.layer import MoE
@@ -178,7 +165,7 @@ def a_thousand_rounds_with_delays(device: torch.device) -> None:
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for step in range(1000):
         given = inputs(device, chooser.randrange(300), step, 64)
-        (index, sent), bound = order(given), exchange.layout.row_bound
+        (index, sent), bound = _order(given.items_TN), exchange.layout.row_bound
         delay(chooser)
         put_counts(exchange, sent, tag_of(step % 50, PLAN))
         delay(chooser)
@@ -199,12 +186,6 @@ def a_thousand_rounds_with_delays(device: torch.device) -> None:
         wrong += (out != round_trip(None, given)[0]).sum()
     exchange.check()
     assert int(wrong) == 0
-
-
-def order(given: Inputs) -> tuple[Tensor, Tensor]:
-    from comms.symmetric_exchange import _order
-
-    return _order(given.items_TN)
 
 
 def two_layers_and_three_micro_batches(device: torch.device) -> None:
@@ -247,7 +228,7 @@ def compiled_chain_of_two_dispatches(device: torch.device) -> None:
     """The compiler may neither drop an exchange whose result is unused, nor merge two equal ones, nor reorder them."""
     exchange = make_exchange(device)
     given = inputs(device, 256, 0)
-    index, sent = order(given)
+    index, sent = _order(given.items_TN)
     ops, name, bound = torch.ops.sluicegate, exchange.name, exchange.layout.row_bound
 
     def chain(state: Tensor, x: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
@@ -356,7 +337,7 @@ def a_layer_equals_that_of_the_collective_backend(device: torch.device) -> None:
 def a_rank_that_does_not_come_is_named(device: torch.device) -> None:
     exchange = make_exchange(device, timeout=1)
     if dist.get_rank() == 0:
-        put_counts(exchange, order(inputs(device, 5, 0))[1], tag_of(7, PLAN))
+        put_counts(exchange, _order(inputs(device, 5, 0).items_TN)[1], tag_of(7, PLAN))
         take_counts(exchange, tag_of(7, PLAN), 10**6)
         torch.cuda.synchronize()
         with pytest.raises(RuntimeError, match=r"rank 0 waited for rank 1 in plan of MoE layer 7 .* after 1 s"):
@@ -366,7 +347,7 @@ def a_rank_that_does_not_come_is_named(device: torch.device) -> None:
 
 def another_layer_is_an_error(device: torch.device) -> None:
     exchange, rank = make_exchange(device, timeout=5), dist.get_rank()
-    put_counts(exchange, order(inputs(device, 5, 0))[1], tag_of(rank, PLAN))
+    put_counts(exchange, _order(inputs(device, 5, 0).items_TN)[1], tag_of(rank, PLAN))
     take_counts(exchange, tag_of(rank, PLAN), 10**6)
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match=f"that rank was in plan of MoE layer {1 - rank}"):

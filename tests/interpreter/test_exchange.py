@@ -10,23 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import comms.symmetric_exchange as exchange_module
+import comms.put_and_take
 from comms.kernels.codec import pack_rows, unpack_rows
 from comms.kernels.gather_sum import gather_sum_reference
-from comms.symmetric_exchange import (
-    COMBINE,
-    DISPATCH,
-    PLAN,
-    SymmetricPlan,
-    describe_tag,
-    put_back,
-    put_counts,
-    put_rows,
-    sum_back,
-    tag_of,
-    take_counts,
-    take_rows,
-)
+from comms.put_and_take import put_back, put_counts, put_rows, sum_back, take_counts, take_rows
+from comms.symmetric_exchange import COMBINE, DISPATCH, PLAN, SymmetricPlan, _order, describe_tag, tag_of
 from comms.symmetric_memory import Exchange, plan_layout, simulated_exchanges
 
 MAX_TOKENS, TOP_K = 9, 3
@@ -35,11 +23,11 @@ MAX_TOKENS, TOP_K = 9, 3
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles and parts of rows, several programs, so that each has neighbours."""
-    monkeypatch.setattr(exchange_module, "TILE_WORDS", 16)
-    monkeypatch.setattr(exchange_module, "TILE_COLUMNS", 8)
-    monkeypatch.setattr(exchange_module, "SUM_COLUMNS", 8)
-    monkeypatch.setattr(exchange_module, "BYTES_PER_CTA", 64)
-    monkeypatch.setattr(exchange_module, "MAX_CTAS", 3)
+    monkeypatch.setattr(comms.put_and_take, "TILE_WORDS", 16)
+    monkeypatch.setattr(comms.put_and_take, "TILE_COLUMNS", 8)
+    monkeypatch.setattr(comms.put_and_take, "SUM_COLUMNS", 8)
+    monkeypatch.setattr(comms.put_and_take, "BYTES_PER_CTA", 64)
+    monkeypatch.setattr(comms.put_and_take, "MAX_CTAS", 3)
 
 
 def make(num_ranks: int, width: int, dtype: torch.dtype, capacity: float | None = None) -> list[Exchange]:
@@ -79,7 +67,7 @@ PATTERNS: dict[str, Callable[[int, torch.Generator], list[Tensor]]] = {
 
 
 def plan_all(ranks: list[Exchange], items: list[Tensor], layer: int = 0, bound: int = 10**6) -> list[SymmetricPlan]:
-    orders = [exchange_module._order(table) for table in items]
+    orders = [_order(table) for table in items]
     for exchange, (_, sent) in zip(ranks, orders, strict=True):
         put_counts(exchange, sent, tag_of(layer, PLAN))
     taken = [take_counts(exchange, tag_of(layer, PLAN), bound) for exchange in ranks]
@@ -273,7 +261,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     ranks = make(3, 8, torch.float32)
     items = random_items(3, torch.Generator().manual_seed(5))
     for exchange, table in list(zip(ranks, items, strict=True))[:2]:
-        put_counts(exchange, exchange_module._order(table)[1], tag_of(7, PLAN))
+        put_counts(exchange, _order(table)[1], tag_of(7, PLAN))
     take_counts(ranks[0], tag_of(7, PLAN), 100)
     with pytest.raises(
         RuntimeError, match=r"rank 0 waited for rank 2 in plan of MoE layer 7 .*epoch 1.* after 10 polls: .*epoch 0"
@@ -285,7 +273,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def test_a_receiver_that_does_not_take_is_named_by_its_sender() -> None:
     """The second put may not overwrite what rank 1 has not read."""
     ranks = make(2, 8, torch.float32)
-    sent = [exchange_module._order(table)[1] for table in random_items(2, torch.Generator().manual_seed(6))]
+    sent = [_order(table)[1] for table in random_items(2, torch.Generator().manual_seed(6))]
     for exchange, counts in zip(ranks, sent, strict=True):
         put_counts(exchange, counts, tag_of(0, PLAN))
     take_counts(ranks[0], tag_of(0, PLAN), 100)
@@ -299,7 +287,7 @@ def test_ranks_in_different_layers_are_an_error() -> None:
     ranks = make(2, 8, torch.float32)
     items = random_items(2, torch.Generator().manual_seed(7))
     for layer, (exchange, table) in enumerate(zip(ranks, items, strict=True)):
-        put_counts(exchange, exchange_module._order(table)[1], tag_of(layer, PLAN))
+        put_counts(exchange, _order(table)[1], tag_of(layer, PLAN))
     take_counts(ranks[0], tag_of(0, PLAN), 100)
     with pytest.raises(RuntimeError, match=r"in plan of MoE layer 0 .*that rank was in plan of MoE layer 1, epoch 1"):
         ranks[0].check()
