@@ -7,8 +7,8 @@ Shape suffixes: T tokens of this rank, N ranks, R room for received rows, D row 
 K side columns, W int32 words of a row's side columns.
 """
 
-# Arguments of a launch have no types.
-# pyright: reportArgumentType=false
+# Kernels have no types: nor have the arguments of a launch.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false
 
 import math
 import os
@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -149,12 +148,12 @@ def _sum(
     finish: bool,
 ) -> None:
     num_tokens, width = out_TX.shape
-    columns = min(triton.next_power_of_2(width), SUM_COLUMNS)
+    columns = min(_power_of_2(width), SUM_COLUMNS)
     channel = _channel(exchange, RETURNS)
     del channel["FAILED_AT"]
     row_bytes, is_coded = rows_RX.shape[1] * rows_RX.element_size(), rows_RX.dtype == torch.uint8
     with _on(exchange):
-        sum_back_kernel[(_take_programs(exchange, num_tokens * triton.cdiv(width, columns), 1, per_sm=8),)](
+        sum_back_kernel[(_take_programs(exchange, num_tokens * -(-width // columns), 1, per_sm=8),)](
             exchange.pointers, exchange.state, rows_RX, index_NT, routes, out_TX, exchange.rank, tag, num_tokens,
             rows_at, **channel, WIDTH=width, ROW_BYTES=row_bytes, ALIGNMENT=math.gcd(row_bytes, 16), COLUMNS=columns,
             WIDE=tl.float64 if out_TX.dtype == torch.float64 else tl.float32, BLOCK=BLOCK if is_coded else 0,
@@ -184,12 +183,12 @@ def _sizes(exchange: Exchange, words: int, side_words: int) -> dict[str, int]:
     """How rows are cut into tiles."""
     layout = exchange.layout
     assert 4 * words <= layout.row_bytes and words % 4 == 0 and 4 * side_words <= layout.side_bytes, (words, side_words)
-    columns = min(triton.next_power_of_2(words), TILE_COLUMNS)
+    columns = min(_power_of_2(words), TILE_COLUMNS)
     return {
         "WORDS": words,
         "COLUMNS": columns,
         "SIDE_WORDS": side_words,
-        "SIDE_COLUMNS": triton.next_power_of_2(max(side_words, 1)),
+        "SIDE_COLUMNS": _power_of_2(max(side_words, 1)),
         "TILE": max(TILE_WORDS // columns, 1),
     }
 
@@ -201,8 +200,13 @@ def _channel(exchange: Exchange, channel: int) -> dict[str, int]:
         "FLAGS_AT": exchange.layout.flags_at(channel),
         "FAILED_AT": exchange.layout.failed_at,
         "NUM_RANKS": num_ranks,
-        "RANKS": triton.next_power_of_2(num_ranks),
+        "RANKS": _power_of_2(num_ranks),
     }
+
+
+def _power_of_2(number: int) -> int:
+    """The next one, which sizes of a block have to be."""
+    return 1 << (number - 1).bit_length()
 
 
 def _put_programs(exchange: Exchange, num_bytes: int) -> int:
@@ -215,7 +219,7 @@ def _take_programs(exchange: Exchange, rows: int, tile: int, per_sm: int = 2) ->
     if not exchange.arena.is_cuda:
         return 3
     processors = torch.cuda.get_device_properties(exchange.arena.device).multi_processor_count
-    return max(1, min(per_sm * processors, triton.cdiv(rows, tile)))
+    return max(1, min(per_sm * processors, -(-rows // tile)))
 
 
 def _on(exchange: Exchange) -> AbstractContextManager[Any]:

@@ -162,7 +162,8 @@ class Exchange:
         Raises:
             RuntimeError: naming the peer, what was waited for, and the epoch.
         """
-        code, tag, epoch, peer, seen, *_ = self.errors.tolist()  # pyright: ignore
+        numbers: list[int] = self.errors.tolist()  # pyright: ignore
+        code, tag, epoch, peer, seen, *_ = numbers
         if code == NO_ERROR:
             return
         who = f"rank {self.global_ranks[self.rank]} waited for rank {self.global_ranks[peer]}"
@@ -184,7 +185,8 @@ class Exchange:
         Raises:
             RuntimeError: with the layer, the need and the setting.
         """
-        rows, row_bound, row_tag, items, item_bound, item_tag = self.overflow.tolist()  # pyright: ignore
+        numbers: list[int] = self.overflow.tolist()  # pyright: ignore
+        rows, row_bound, row_tag, items, item_bound, item_tag = numbers
         if rows:
             raise RuntimeError(
                 f"{self.describe_tag(row_tag)}: {rows} rows came to rank {self.global_ranks[self.rank]}, which has "
@@ -230,13 +232,13 @@ def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | 
         return "one rank exchanges nothing"
     # Everybody on one host: GPUs of other hosts cannot be mapped this way.
     hosts: list[tuple[str, int]] = [("", 0)] * group.size()
-    dist.all_gather_object(hosts, (os.uname().nodename, torch.cuda.current_device()), group=group)
+    dist.all_gather_object(hosts, (os.uname().nodename, torch.cuda.current_device()), group=group)  # pyright: ignore
     if len({host for host, _ in hosts}) > 1:
         return f"the ranks are on {len({host for host, _ in hosts})} hosts"
     own = torch.cuda.current_device()
     apart = [other for _, other in hosts if other != own and not torch.cuda.can_device_access_peer(own, other)]
     answers: list[list[int]] = [[]] * group.size()
-    dist.all_gather_object(answers, apart, group=group)
+    dist.all_gather_object(answers, apart, group=group)  # pyright: ignore
     if any(answers):
         return "some of the GPUs cannot reach each other's memory"
     return None
@@ -257,7 +259,7 @@ def create_exchange(
         RuntimeError: memory that does not turn out to be shared.
     """
     import torch.distributed._symmetric_memory as symmetric
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch._C._distributed_c10d import _SymmetricMemory  # pyright: ignore
 
     # Rows go to one rank each: nothing here uses multicast, and setting it up can fail where the rest works.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -287,7 +289,7 @@ def create_exchange(
     )
     # Flags are zero everywhere before the first signal.
     torch.cuda.synchronize(device)
-    dist.barrier(group)
+    dist.barrier(group)  # pyright: ignore
     return register(exchange)
 
 

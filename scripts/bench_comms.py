@@ -321,9 +321,8 @@ def bare_put(exchange: Exchange, num_bytes: int, case: Case, rounds: int) -> flo
     peer = (exchange.rank + 1) % exchange.num_ranks
 
     def put() -> None:
-        put_kernel[(programs,)](
-            exchange.pointers, source, peer, words, exchange.layout.rows_at, BLOCK=8192, num_warps=16
-        )
+        arguments = exchange.pointers, source, peer, words, exchange.layout.rows_at
+        put_kernel[(programs,)](*arguments, BLOCK=8192, num_warps=16)  # pyright: ignore[reportCallIssue]
 
     return slowest(put, exchange.arena.device, rounds)
 

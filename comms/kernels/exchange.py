@@ -32,7 +32,7 @@ Shape suffixes: T tokens, N ranks, R rows received.
 """
 
 # Kernels are written in Triton's language, which has no types.
-# pyright: basic
+# pyright: basic, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # ruff: noqa: ANN001, ANN201, ANN202
 
 import triton

@@ -46,8 +46,8 @@ def router_gradient_dropped() -> Iterator[None]:
     """The routing weights are detached before they cross the wire: the loss is right, the router does not learn."""
     original = moe.layer.dispatch
 
-    def dispatch(plan: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return original(plan, x_TD, weights_TK.detach(), ids_TK)
+    def dispatch(plan: Any, x_TD: Tensor, weights_TK: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return original(plan, x_TD, weights_TK.detach(), *rest)
 
     with patch.object(moe.layer, "dispatch", dispatch):
         yield
@@ -73,9 +73,9 @@ def experts_swapped_on_a_rank() -> Iterator[None]:
     """A rank takes its neighbour's experts for its own (an off-by-one in who owns what)."""
     original = moe.layer.GroupedExperts.forward
 
-    def forward(self: Any, rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor, num_pairs: int) -> Tensor:
+    def forward(self: Any, rows_RD: Tensor, ids_RK: Tensor, *rest: Any) -> Tensor:
         last = self.w_down.to_local().shape[0] - 1
-        return original(self, rows_RD, torch.where(ids_RK >= 0, last - ids_RK, ids_RK), weights_RK, num_pairs)
+        return original(self, rows_RD, torch.where(ids_RK >= 0, last - ids_RK, ids_RK), *rest)
 
     with patch.object(moe.layer.GroupedExperts, "forward", forward):
         yield
