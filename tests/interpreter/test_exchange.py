@@ -261,6 +261,33 @@ def test_more_items_than_there_is_room_for_are_noted() -> None:
         ranks[1].check_overflow()
 
 
+def test_a_compiled_graph_keeps_every_exchange_in_order() -> None:
+    """Also one whose result is unused, and one that is like the one before."""
+    (exchange,) = make(1, 8, torch.float32)
+    index, sent = _order(torch.ones(4, 1, dtype=torch.int64))
+    ops, bound = torch.ops.sluicegate, exchange.layout.row_bound
+
+    def chain(state: Tensor, x: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
+        routes, totals = ops.exchange_routes(state, sent, exchange.name, 0, 100)
+        rest = index, routes, totals, exchange.name
+        ops.symmetric_dispatch(state, x, side, *rest, 1, bound, 0)
+        rows, _ = ops.symmetric_dispatch(state, x, side, *rest, 1, bound, 0)
+        again, _ = ops.symmetric_dispatch(state, x, side, *rest, 1, bound, 0)
+        out = torch.empty_like(x)
+        ops.symmetric_combine(state, out, rows + again, side[:0, :0].new_empty(bound, 0), *rest, 2)
+        return out + 1, rows
+
+    x, side = torch.randn(4, 8), torch.zeros(4, 0, dtype=torch.int32)
+    compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
+    for function in (chain, compiled, compiled):
+        out, rows = function(exchange.state, x, side)
+        exchange.arena[exchange.layout.rows_at :] = 255
+        assert torch.equal(out, x + x + 1) and torch.equal(rows[:4], x)
+    flags = exchange.arena[: 8 * exchange.layout.failed_at].view(torch.int64).view(3, -1)
+    # Epochs of counts, rows there and rows back.
+    assert flags[:, 2].tolist() == [3, 9, 3]
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
     ranks = make(3, 8, torch.float32)
     items = random_items(3, torch.Generator().manual_seed(5))
