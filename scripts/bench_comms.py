@@ -51,8 +51,6 @@ from scripts.bench_train import commit, probe
 from trainer.worker_pool import free_port
 
 NUM_EXPERTS = 128
-# Numbers that fit no case: rows there would be too many.
-ITEM_BOUND = 2**30
 
 
 class Case(NamedTuple):
@@ -75,16 +73,19 @@ class Tokens(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write and show; returns the exit code."""
     arguments = parse_arguments(argv)
-    launched = "RANK" in os.environ
     machine = probe()
     try:
+        if arguments.dry_run:
+            machine["card"] = "cpu"
+        elif machine["gpus"] < arguments.nproc:
+            raise ValueError(f"--nproc={arguments.nproc}: there are {machine['gpus']} GPUs; --dry-run needs none")
         out = result_file(arguments, "comms", machine["card"], "cases")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="bench_comms_") as folder:
         file = Path(folder) / "measured.json"
-        if launched:
+        if "RANK" in os.environ:
             run_rank(int(os.environ["LOCAL_RANK"]), None, arguments, file)
             if int(os.environ["RANK"]) != 0:
                 return 0
@@ -217,9 +218,8 @@ def run_rank(local_rank: int, port: int | None, arguments: argparse.Namespace, f
 def tokens_of(case: Case, width: int, device: torch.device) -> Tokens:
     """Random rows and a random choice of experts, other ones on each rank."""
     generator = torch.Generator(device).manual_seed(dist.get_rank())
-    dtype = torch.bfloat16
     num_tokens = max(int(case.megabytes * 1e6 / (2 * width)), 1)
-    x_TD = torch.randn(num_tokens, width, generator=generator, device=device, dtype=dtype)
+    x_TD = torch.randn(num_tokens, width, generator=generator, device=device, dtype=torch.bfloat16)
     scores = torch.rand(num_tokens, NUM_EXPERTS, generator=generator, device=device)
     ids_TK = scores.topk(case.top_k).indices
     weights_TK = torch.rand(num_tokens, case.top_k, generator=generator, device=device)
@@ -285,7 +285,7 @@ def plan_of(tokens: Tokens, exchange: Exchange | None) -> Any:
     """By symmetric memory where there is any."""
     if exchange is None:
         return plan_dispatch(tokens.items_TN, dist.group.WORLD)
-    return plan_exchange(tokens.items_TN, exchange, 0, ITEM_BOUND)
+    return plan_exchange(tokens.items_TN, exchange, 0, 2**30)
 
 
 def halves(plan: Any, tokens: Tokens, exchange: Exchange | None, rounds: int) -> tuple[float | None, float | None]:

@@ -45,8 +45,7 @@ from comms.kernels.codec import decode_bits
 NO_ERROR, EXPIRED = 0, 1
 
 # Flags of one channel: ready[N], credit[N], then this rank's own epoch and number of programs that are done.
-COUNTS, ROWS, RETURNS = 0, 1, 2
-NUM_CHANNELS = 3
+COUNTS, ROWS, RETURNS, NUM_CHANNELS = 0, 1, 2, 3
 
 
 def channel_words(num_ranks: int) -> int:
