@@ -162,7 +162,7 @@ def two_layers_and_three_micro_batches(device: torch.device) -> None:
 
 def compiled_chain_of_two_dispatches(device: torch.device) -> None:
     """The compiler may neither drop an exchange whose result is unused, nor merge two equal ones, nor reorder them."""
-    exchange = make_exchange(device)
+    exchange = make_exchange(device, timeout=120)
     given = inputs(device, 256, 0)
     index, sent = _order(given.items_TN)
     ops, name, bound = torch.ops.sluicegate, exchange.name, exchange.layout.row_bound
@@ -188,7 +188,10 @@ def compiled_chain_of_two_dispatches(device: torch.device) -> None:
     compiled = torch.compile(chain, fullgraph=True)
     for _ in range(3):
         found, _ = compiled(exchange.state, given.x_TD, side)
-        assert torch.equal(found, eager)
+        equal = torch.equal(found, eager)
+        # Ranks do not compile equally fast; whoever gave up waiting says so.
+        exchange.check()
+        assert equal
     exchange.check()
     # What an operator returned is not what the next one writes into.
     assert torch.equal(rows.view(torch.int16), kept.view(torch.int16))
