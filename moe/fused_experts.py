@@ -30,6 +30,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from comms.kernels.gather_sum import gather_sum
+from moe.grouped_gemm import clear_tail_
 from moe.kernels import fused_experts as kernels
 from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_kernel, weight_grad_kernel
 from moe.kernels.pair_rows import expand_rows, gather_sums
@@ -125,10 +126,11 @@ class _FusedExperts(torch.autograd.Function):
             # As products with a one-hot matrix: no atomics.
             of_expert_PE = _one_hot(offsets_E, dout_PD)
             if b_down_ED is not None:
-                dots_P = dots_P + ((dout_PD @ b_down_ED.T) * of_expert_PE).sum(1)
-                db_down_ED = (of_expert_PE * weights_P[:, None]).to(dout_PD.dtype).T @ dout_PD
+                known_PD = clear_tail_(dout_PD, offsets_E)
+                dots_P = dots_P + ((known_PD @ b_down_ED.T) * of_expert_PE).sum(1)
+                db_down_ED = (of_expert_PE * weights_P[:, None]).to(known_PD.dtype).T @ known_PD
             if b_gate_up_E2F is not None:
-                db_gate_up_E2F = (of_expert_PE.T @ dh_PH).view_as(b_gate_up_E2F)
+                db_gate_up_E2F = (of_expert_PE.T @ clear_tail_(dh_PH, offsets_E)).view_as(b_gate_up_E2F)
         del dout_PD, a_PF
         d_rows_RD = gather_sum(up_grad(dh_PH, w_gate_up_E2FD, offsets_E), slots_RK)
         rows_PD = expand_rows(rows_RD, slots_RK, weights_P.shape[0])
@@ -293,7 +295,7 @@ def _launch(tensor: Tensor, tile: Tile) -> dict[str, Any]:
 
 
 def _one_hot(offsets_E: Tensor, like_PX: Tensor) -> Tensor:
-    """(P, E): 1 at the expert of each pair."""
+    """(P, E): 1 at the expert of each pair, none behind the last pair."""
     pair = torch.arange(like_PX.shape[0], device=like_PX.device)
     expert_P = torch.searchsorted(offsets_E, pair, right=True)
-    return torch.nn.functional.one_hot(expert_P, offsets_E.shape[0]).to(like_PX.dtype)
+    return (expert_P[:, None] == torch.arange(offsets_E.shape[0], device=like_PX.device)).to(like_PX.dtype)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from comms.backend import BackendChoice
 from parallel.mesh import Mesh
 from trainer.build import meta_model
 from trainer.config import Config
@@ -38,6 +39,11 @@ def describe_run(config: Config, folder: RunFolder, mesh: Mesh) -> str:
         f"{recipe}"
         f"  length  {train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens"
     )
+
+
+def describe_exchange(choice: BackendChoice) -> str:
+    """What brings rows to the experts of other ranks; empty where none leaves its rank."""
+    return "" if choice.backend == "none" else f"  experts  rows travel by {choice.backend}: {choice.reason}"
 
 
 def describe_data(kind: str, counts: Mapping[str, Mapping[str, int]]) -> str:

@@ -35,12 +35,14 @@ def build_model(config: Config, mesh: Mesh) -> Transformer:
     model = meta_model(config, master)
     model.head.compile_chunks = config.parallel.compile
     model.sequence = mesh.sequence
-    parallelize(
+    model.exchange_choice = parallelize(
         model,
         model.layers,
         mesh,
+        config.comms,
         tensor_plan=tensor_plan(config.model, mesh.config.tp),
         compute_dtype=compute,
+        max_tokens=config.train.micro_batch_size * -(-config.train.seq_len // (mesh.config.cp * mesh.config.tp)),
         rule_of=lambda name: init_rule(name, config.model),
         seed=config.run.seed,
         apply_precision=lambda model: apply_precision(model, config.precision, mesh.device),

@@ -41,14 +41,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "model.moe.pair_capacity": (None,),
     "parallel.async_tp": ("none",),
-    "comms.backend": ("auto", "collective"),
-    "comms.payload.dispatch": ("model",),
-    "comms.payload.combine": ("model",),
-    "comms.payload.dispatch_grad": ("model",),
-    "comms.payload.combine_grad": ("model",),
+    "comms.backend": ("auto", "collective", "symm_mem"),
     "comms.capacity": (None,),
     "comms.chunks": (1,),
-    "comms.num_ctas": (None,),
     "profile.steps": (0,),
     # Where profile.steps begin.
     "profile.start": (10,),

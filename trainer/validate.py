@@ -285,6 +285,10 @@ def _check_precision(config: Config) -> None:
         raise ValueError(
             f"model.moe.backend={backend} does not compute in precision.recipe=fp64; set model.moe.backend=reference"
         )
+    for field in dataclasses.fields(config.comms.payload):
+        key, payload = f"comms.payload.{field.name}", getattr(config.comms.payload, field.name)
+        if payload == "mxfp8" and config.precision.recipe == "fp64":
+            raise ValueError(f"{key}=mxfp8 does not code rows of precision.recipe=fp64; set {key}=model")
 
 
 def _check_unused(precision: PrecisionConfig) -> None:
