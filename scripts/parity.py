@@ -21,7 +21,7 @@ weights (two steps are clipped), and whether ranks hold equal copies.
 matrix compares every legal layout of 2, 4, ... nproc processes for three experiments and writes a table. It goes on
 from results=FILE (runs/parity.jsonl) where it was interrupted.
 
-Exit code 0: all layouts are right. 1: some are not. 2: wrong usage.
+Exit code 0: all layouts are right. 1: some are not. 2: wrong usage. 130: stopped by Ctrl-C.
 """
 
 import sys
@@ -42,6 +42,8 @@ MATRIX = ("qwen3_30b_a3b", "deepseek_v3_671b", "gpt_oss_20b")
 PLAIN = ("parallel.compile=false", "parallel.activation_checkpoint=none")
 # Mismatches listed under a layout that is wrong.
 SHOWN = 8
+# More would prove nothing about a tiny model, and bring a machine down.
+MOST_PROCESSES = 64
 DEFAULTS = {
     "layouts": "",
     "nproc": "0",
@@ -51,6 +53,8 @@ DEFAULTS = {
     "results": "runs/parity.jsonl",
     "out": "docs/parity.md",
 }
+# What each of the two commands has no use for.
+UNUSED = {True: ("layouts", "device", "accumulate"), False: ("results", "out")}
 
 
 @dataclass(frozen=True)
@@ -83,21 +87,51 @@ def main(argv: Sequence[str]) -> int:
     try:
         words = read_words(argv)
         return run_matrix(words) if words.matrix else run_experiment(words)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
 
 
 def read_words(argv: Sequence[str]) -> Words:
-    """Sort the words of the command line."""
-    own, overrides = dict(DEFAULTS), []
+    """Sort the words of the command line.
+
+    Raises:
+        ValueError: one is neither a word of this tool nor of the trainer, stands there twice, or is of no use.
+    """
+    own: dict[str, str] = {}
+    overrides: list[str] = []
+    matrix = "matrix" in argv
     for word in argv:
         key, equals, value = word.partition("=")
-        if equals and key in own:
+        if equals and key in DEFAULTS:
+            if key in own:
+                raise ValueError(f"{key}= stands there twice: {own[key]} and {value}")
+            if key in UNUSED[matrix]:
+                command = "a matrix" if matrix else "an experiment's layouts"
+                raise ValueError(f"{word}: {command} has no use for {key}=; leave it out")
             own[key] = value
         elif word != "matrix":
-            overrides.append(word)
-    return Words(own, overrides, "matrix" in argv)
+            overrides.append(_trainer_word(word))
+    return Words(DEFAULTS | own, overrides, matrix)
+
+
+def _trainer_word(word: str) -> str:
+    """Raises ValueError for what can be no setting, by its look; `compose` checks the rest."""
+    from trainer.compose import GROUPS
+    from trainer.parity_layouts import SIZES
+    from trainer.schema import did_you_mean
+
+    key, equals, _ = word.partition("=")
+    name = key.lstrip("-+~")
+    if "." in key or (equals and key.lstrip("+~") in GROUPS):
+        return word
+    meant = (
+        f"; did you mean layouts='[{word}]'?" if name in SIZES else did_you_mean(name, [*DEFAULTS, *GROUPS, "matrix"])
+    )
+    raise ValueError(f"{word}: no such word{meant} (see --help)")
 
 
 def run_experiment(words: Words) -> int:
@@ -138,39 +172,70 @@ def wanted_layouts(words: Words, config: "Config") -> "list[Layout]":
     Raises:
         ValueError: one is not: which, why, and the nearest legal sizes.
     """
-    from trainer.parity_layouts import legal_layouts, own_and_single_layouts, parse_layouts, smallest_world
+    from trainer.parity_layouts import legal_layouts, own_and_single_layouts, parse_layouts
 
     nproc = words.number("nproc", 0)
     text = words.own["layouts"]
     if text == "all":
         nproc = nproc or 4
+        if nproc > MOST_PROCESSES:
+            raise ValueError(f"nproc={nproc}: at most {MOST_PROCESSES} processes are started on one machine")
         real = {layout.name for layout in legal_layouts(config, nproc)}
         layouts = [layout for layout in legal_layouts(tiny(config, nproc), nproc) if layout.name in real]
         if not layouts:
             raise ValueError(f"layouts=all: no layout of nproc={nproc} fits this model")
     else:
         sizes = parse_layouts(text) if text else own_and_single_layouts(config.parallel, nproc or 8)
-        layouts = [settled(config, one, (nproc if text else 0) or smallest_world(one)) for one in sizes]
+        layouts = [settled(config, one, nproc if text else 0) for one in sizes]
     return list({(layout.num_processes, layout.name): layout for layout in layouts}.values())
 
 
-def settled(config: "Config", sizes: dict[str, int], num_processes: int) -> "Layout":
-    """A layout that the experiment's model and its tiny twin can have.
+def settled(config: "Config", sizes: dict[str, int], nproc: int) -> "Layout":
+    """A layout that the experiment's model and its tiny twin can have, on the fewest processes where nproc is 0.
 
     Raises:
-        ValueError: it is not legal; names the layout, the reason and the nearest legal sizes.
+        ValueError: it is not legal; names the layout, the reason and the nearest legal layouts, each of them tried.
     """
+    from parallel.config import LayoutError
+    from trainer.parity_layouts import SIZES, nearest_sizes, smallest_world
+
+    def is_legal(other: dict[str, int], processes: int = nproc) -> bool:
+        try:
+            _settled(config, other, processes or smallest_world(other))
+        except ValueError:
+            return False
+        return True
+
+    num_processes = nproc or smallest_world(sizes)
+    try:
+        return _settled(config, sizes, num_processes)
+    except LayoutError as error:
+        near = nearest_sizes(sizes, error.axes, is_legal, MOST_PROCESSES)
+        near = near or nearest_sizes(sizes, SIZES, is_legal, MOST_PROCESSES)
+        legal = list(dict.fromkeys(_words(other) for other in near))
+        if nproc and is_legal(sizes, 0):
+            legal.append(f"nproc={smallest_world(sizes)}")
+        told = f"; nearest legal: {' or '.join(legal)}" if legal else f"; {error.hint or 'no change of one size helps'}"
+        raise ValueError(f"layout {_words(sizes)} on {num_processes} processes{error.reason}{told}") from None
+
+
+def _settled(config: "Config", sizes: dict[str, int], num_processes: int) -> "Layout":
+    """Raises LayoutError with a reason that goes on after `on N processes`."""
+    from parallel.config import LayoutError
     from trainer.parity_layouts import settle, with_sizes
 
-    name = " ".join(f"{axis}={size}" for axis, size in sizes.items())
-    try:
-        settle(with_sizes(config, sizes), num_processes)
-    except ValueError as error:
-        raise ValueError(f"layout {name} on {num_processes} processes: {error}") from error
-    try:
-        return settle(with_sizes(tiny(config, num_processes), sizes), num_processes)
-    except ValueError as error:
-        raise ValueError(f"layout {name} on {num_processes} processes does not fit the tiny model: {error}") from error
+    if num_processes > MOST_PROCESSES:
+        raise LayoutError(f": at most {MOST_PROCESSES} are started on one machine", axes=tuple(sizes))
+    for model, place in ((config, ""), (tiny(config, num_processes), " does not fit the tiny model")):
+        try:
+            layout = settle(with_sizes(model, sizes), num_processes)
+        except LayoutError as error:
+            raise LayoutError(f"{place}: {error.reason}", error.hint, error.axes) from None
+    return layout
+
+
+def _words(sizes: dict[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def tiny(config: "Config", num_processes: int) -> "Config":
@@ -208,6 +273,16 @@ def verdict_text(verdict: "Verdict") -> str:
     return "\n".join(lines)
 
 
+def check_writable(**files: Path) -> None:
+    """Before minutes of work: raises ValueError for a file that cannot be written. Missing folders are made."""
+    for name, file in files.items():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.open("a").close()
+        except OSError as error:
+            raise ValueError(f"{name}={file} cannot be written ({error.strerror}); choose another {name}=") from None
+
+
 def run_matrix(words: Words) -> int:
     """Compare every layout of the three experiments that is not in the results yet, and write the table."""
     from trainer.compose import compose
@@ -216,9 +291,12 @@ def run_matrix(words: Words) -> int:
     from trainer.parity_matrix import append_result, code_digest, matrix_text, read_results, result_of
 
     if words.overrides:
-        raise ValueError(f"matrix: {words.overrides[0]} is not among {', '.join(DEFAULTS)}")
-    most, recipe = words.number("nproc", 0) or 8, words.choice("recipe", ("", "fp64", "fp32")) or "fp64"
-    path, code = Path(words.own["results"]), code_digest()
+        used = ", ".join(name for name in DEFAULTS if name not in UNUSED[True])
+        raise ValueError(f"matrix: {words.overrides[0]} is not among {used}")
+    most = words.number("nproc", 2) if words.own["nproc"] != DEFAULTS["nproc"] else 8
+    recipe = words.choice("recipe", ("", "fp64", "fp32")) or "fp64"
+    path, out, code = Path(words.own["results"]), Path(words.own["out"]), code_digest()
+    check_writable(results=path, out=out)
     done, results = read_results(path, code), []
     workers = Workers("cpu")
     configs = {name: tiny(compose([f"experiment={name}", *PLAIN]), 1) for name in MATRIX}
@@ -235,9 +313,9 @@ def run_matrix(words: Words) -> int:
                     results.append(result)
     finally:
         workers.close()
-    Path(words.own["out"]).write_text(matrix_text(results, recipe, "python scripts/parity.py matrix"))
+    out.write_text(matrix_text(results, recipe, "python scripts/parity.py matrix"))
     wrong = sum(not result.right for result in results)
-    print(f"{len(results) - wrong} right, {wrong} wrong; {words.own['out']}")
+    print(f"{len(results) - wrong} right, {wrong} wrong; {out}")
     return 1 if wrong else 0
 
 

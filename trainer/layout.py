@@ -87,11 +87,14 @@ def check_layout(config: Config, parallel: ParallelConfig) -> None:
         ValueError: the first thing that does not divide: the settings, their values and the nearest legal ones.
     """
     model = config.model
-    if model.num_dense_layers < model.num_layers + model.mtp.depth:
+    has_experts = model.num_dense_layers < model.num_layers + model.mtp.depth
+    if has_experts:
         check_experts(parallel, model.moe.num_experts, model.moe.expert_dim)
-        _check_expert_shards(parallel, model)
     _check_heads(parallel, model)
     _check_split_dims(parallel, model)
+    if has_experts:
+        # Last: that no dim divides by the number of ranks is seldom the setting to change.
+        _check_expert_shards(parallel, model)
     unit = sequence_unit(parallel.cp // parallel.ulysses, parallel.ulysses, parallel.tp)
     if config.train.seq_len % unit:
         raise LayoutError(

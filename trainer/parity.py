@@ -260,10 +260,11 @@ def compare(trace: Trace, reference: Trace, bound: float | Bounds) -> list[Misma
 
 
 def _order(mismatch: Mismatch) -> tuple[int, bool, float]:
-    """Initial weights, the first step, whatever follows; the worst of each, then copies that differ."""
+    """Initial weights, the first step's forward and then its backward, whatever follows; the worst of each, then copies
+    that differ."""
     quantity = mismatch.quantity.removeprefix("copies of ")
-    first_step = quantity.startswith("gradient") or quantity.endswith("of step 0")
-    stage = 0 if quantity.startswith("initial") else 1 if first_step else 2
+    of_gradients = quantity.startswith(("gradient", "grad_norm of step 0"))
+    stage = 0 if quantity.startswith("initial") else 2 if of_gradients else 1 if quantity.endswith("of step 0") else 3
     return stage, quantity != mismatch.quantity, -mismatch.error
 
 
@@ -279,8 +280,12 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 
 def worst_error(trace: Trace, reference: Trace) -> tuple[str, float]:
-    """The gradient with the largest error, by name."""
-    errors = {name: relative_error(trace.gradients[name], theirs) for name, theirs in reference.gradients.items()}
+    """The gradient with the largest error, by name; one that is missing has an infinite one."""
+    errors = dict.fromkeys(reference.gradients.keys() - trace.gradients, float("inf")) | {
+        name: relative_error(trace.gradients[name], theirs)
+        for name, theirs in reference.gradients.items()
+        if name in trace.gradients
+    }
     name = max(errors, key=lambda key: errors[key])
     return name, errors[name]
 

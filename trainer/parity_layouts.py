@@ -7,7 +7,7 @@ A layout here is a number of processes and a ParallelConfig whose sizes are sett
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -103,6 +103,8 @@ def _parse_layout(text: str) -> dict[str, int]:
             raise ValueError(f"layouts: {word}: no axis of that name{did_you_mean(key, SIZES)} ({', '.join(SIZES)})")
         if not value.isdecimal() or int(value) < 1:
             raise ValueError(f"layouts: {word}: a size must be a whole number from 1")
+        if key in sizes:
+            raise ValueError(f"layouts: {text.strip()}: {key} stands there twice; write a comma between two layouts")
         sizes[key] = int(value)
     return sizes
 
@@ -115,6 +117,31 @@ def smallest_world(sizes: dict[str, int]) -> int:
     # dp_shard lends whatever ranks of ep are missing.
     dp_shard = sizes.get("dp_shard", size["ep"] // math.gcd(size["ep"], lent))
     return size["dp_replicate"] * dp_shard * others
+
+
+def nearest_sizes(
+    sizes: dict[str, int], axes: Iterable[str], is_legal: Callable[[dict[str, int]], bool], most: int
+) -> list[dict[str, int]]:
+    """Of each axis the nearest size below and above, up to `most`, with which the layout is legal."""
+    found: list[dict[str, int]] = []
+    for axis in axes:
+        now = sizes.get(axis, 1)
+        for values in (range(min(now - 1, most), 0, -1), range(now + 1, most + 1)):
+            candidates = (_with_size(sizes, axis, value) for value in values)
+            found += itertools.islice(filter(is_legal, filter(None, candidates)), 1)
+    return found
+
+
+# An axis and one that is a part of it: where both have the same size they change together.
+_TOGETHER = {"tp": "etp", "cp": "ulysses", "ulysses": "cp"}
+
+
+def _with_size(sizes: dict[str, int], axis: str, value: int) -> dict[str, int]:
+    """The sizes above 1 after a change of one axis, and of the one that goes with it."""
+    other = _TOGETHER.get(axis, axis)
+    follows = {other: value} if sizes.get(axis, 1) > 1 and sizes.get(other) == sizes.get(axis) else {}
+    changed = sizes | {axis: value} | follows
+    return {name: changed[name] for name in SIZES if changed.get(name, 1) > 1}
 
 
 def own_and_single_layouts(parallel: ParallelConfig, most: int = 8) -> list[dict[str, int]]:

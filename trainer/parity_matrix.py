@@ -17,6 +17,8 @@ from trainer.parity_check import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("trainer", "parallel", "moe", "comms", "configs")
+# What is compared stands here too.
+TOOL = Path("scripts/parity.py")
 
 
 @dataclass(frozen=True)
@@ -59,27 +61,31 @@ def code_digest(root: Path = ROOT) -> str:
     for package in PACKAGES:
         for path in sorted([*(root / package).rglob("*.py"), *(root / package).rglob("*.yaml")]):
             digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    digest.update((root / TOOL).read_bytes())
     return digest.hexdigest()[:16]
 
 
 def read_results(path: Path, code: str) -> dict[tuple[str, int, str, str], Result]:
-    """What the file has of this code; a line that was cut off counts as missing."""
+    """What was found right with this code. A line that cannot be read counts as missing, and so does what was wrong: it
+    is compared again, as a worker that was killed says nothing about the layout."""
     found: dict[tuple[str, int, str, str], Result] = {}
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
             result = Result(**json.loads(line))
         except (json.JSONDecodeError, TypeError):
             continue
-        if result.code == code:
+        if result.code == code and result.right is True:
             found[result.key] = result
     return found
 
 
 def append_result(path: Path, result: Result) -> None:
-    """One line more; in one write, so that several runs may share the file."""
+    """One line more; in one write, so that several runs may share the file, and on a line of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(vars(result)) + "\n")
+    with path.open("a+b") as file:
+        file.seek(max(file.seek(0, 2) - 1, 0))
+        is_cut_off = file.read(1) not in (b"", b"\n")
+        file.write(b"\n" * is_cut_off + json.dumps(vars(result)).encode() + b"\n")
 
 
 def matrix_text(results: Sequence[Result], recipe: str, command: str) -> str:

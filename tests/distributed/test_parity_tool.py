@@ -1,8 +1,10 @@
 """scripts/parity.py as a user meets it: a table, an exit code, a mistake explained, a worker that died named."""
 
+import multiprocessing
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,7 +16,9 @@ from scripts import parity
 from tests.distributed.faults import FAULTS
 from tests.distributed.traces import settled
 from trainer import parity_check, parity_matrix
-from trainer.parity_layouts import Layout
+from trainer.compose import compose
+from trainer.parity import Trace, compare, worst_error
+from trainer.parity_layouts import Layout, parse_layouts
 from trainer.worker_pool import WorkerError, WorkerPool
 
 
@@ -69,10 +73,26 @@ def test_a_worker_that_dies_is_named_and_the_next_layout_runs(capsys: pytest.Cap
     [
         (["layouts=all"], ["name an experiment"]),
         (["experiment=qwen4"], ["experiment=qwen4", "qwen3"]),
-        (["experiment=qwen3_30b_a3b", "layouts=[tp=3]"], ["layout tp=3", "num_heads=32", "2 or 4"]),
-        (["experiment=qwen3_30b_a3b", "layouts=[tp=2]", "nproc=3"], ["tp=2", "3 processes", "a multiple of 2"]),
-        (["experiment=qwen3_30b_a3b", "layouts=[ep=3]"], ["layout ep=3", "num_experts=128", "2 or 4"]),
-        (["experiment=qwen3_30b_a3b", "layouts=[tp=2 etp=4]"], ["parallel.etp=4"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[tp=3]"], ["layout tp=3", "num_heads=32", "legal: tp=2 or tp=4"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[tp=2]", "nproc=3"], ["tp=2", "3 processes", "nproc=2"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[ep=3]"], ["layout ep=3", "num_experts=128", "legal: ep=2 or ep=4"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[tp=2 etp=4]"], ["parallel.etp=4", "legal: tp=2 etp=2"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[etp=2]"], ["layout etp=2", "legal: tp=2 etp=2"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[ep=16]"], ["does not fit the tiny model", "legal: ep=8"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[dp_shard=1000]"], ["1000 processes", "at most 64"]),
+        (["experiment=qwen3_30b_a3b", "layouts=all", "nproc=65"], ["nproc=65", "at most 64"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[tp=2 tp=4]"], ["tp stands there twice", "comma"]),
+        (["experiment=qwen3_30b_a3b", "layouts=[tp=2]", "layouts=[cp=2]"], ["layouts= stands there twice"]),
+        (["experiment=qwen3_30b_a3b", "layout=[tp=2]"], ["layout=", "did you mean layouts"]),
+        (["experimnt=qwen3_30b_a3b"], ["experimnt=", "did you mean experiment?"]),
+        (["experiment=qwen3_30b_a3b", "--nproc=2"], ["--nproc=2", "did you mean nproc?"]),
+        (["experiment=qwen3_30b_a3b", "tp=2"], ["tp=2", "layouts='[tp=2]'"]),
+        (["matrx"], ["matrx", "did you mean matrix?"]),
+        (["experiment=qwen3_30b_a3b", "out=x.md"], ["out=x.md", "leave it out"]),
+        (["matrix", "layouts=[tp=2]"], ["layouts=[tp=2]", "leave it out"]),
+        (["matrix", "nproc=1"], ["nproc=1", "from 2"]),
+        (["matrix", "out=/dev/null/parity.md"], ["out=/dev/null/parity.md cannot be written"]),
+        (["matrix", "results=/dev/null/x"], ["results=/dev/null/x cannot be written"]),
         (["experiment=qwen3_30b_a3b", "nproc=many"], ["nproc=many", "whole number"]),
         (["experiment=qwen3_30b_a3b", "recipe=fp16"], ["recipe=fp16", "fp64, fp32, bf16"]),
         (["experiment=qwen3_30b_a3b", "device=tpu"], ["device=tpu", "auto, cpu, cuda"]),
@@ -88,6 +108,35 @@ def test_mistakes_are_told_before_any_process_starts(
     told = capsys.readouterr().err
     assert told.startswith("error: ")
     assert not [word for word in expected if word not in told], told
+
+
+@pytest.mark.parametrize("experiment", ["demo", "qwen3_30b_a3b", "deepseek_v3_671b", "gpt_oss_20b"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("tp=3", "tp=4", "tp=5", "tp=6", "tp=256", "cp=3 ulysses=3", "cp=4 ulysses=3", "ulysses=2", "etp=2"),
+        *("tp=2 etp=4", "ep=16", "ep=3", "dp_shard=3 ep=2", "dp_replicate=2 dp_shard=2 ep=4", "tp=8 cp=8 ep=64"),
+        "dp_shard=100",
+    ],
+)
+def test_whatever_layout_is_proposed_is_legal(experiment: str, layout: str) -> None:
+    config = compose([f"experiment={experiment}"])
+    (sizes,) = parse_layouts(layout)
+    try:
+        parity.settled(config, sizes, 0)
+    except ValueError as error:
+        proposed = str(error).partition("nearest legal: ")[2]
+        # Demo's 8 experts do not go with ep=64, nor its 6 heads with tp=8: no change of one size helps.
+        assert bool(proposed) == ((experiment, layout) != ("demo", "tp=8 cp=8 ep=64")), error
+        for words in filter(None, proposed.split(" or ")):
+            parity.settled(config, *parse_layouts(words), 0)
+
+
+def test_a_stop_is_told_and_ends_the_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(parity_check.WorkerPool, "run", side_effect=KeyboardInterrupt):
+        assert parity.main(["experiment=demo", "layouts=[dp_shard=2]"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+    assert not [child for child in multiprocessing.active_children() if child.is_alive()]
 
 
 def test_without_words_the_usage_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,9 +177,42 @@ def test_a_matrix_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.Captur
     assert "none wrong" in (tmp_path / "parity.md").read_text()
 
 
+def test_a_gradient_that_is_missing_is_the_worst() -> None:
+    gradients = {"a": torch.ones(2), "b": torch.ones(2)}
+    trace = Trace(gradients={"b": torch.ones(2)})
+    assert worst_error(trace, Trace(gradients=gradients)) == ("a", float("inf"))
+    assert [m.quantity for m in compare(trace, Trace(gradients=gradients), 0.0)] == [
+        "gradient a exists on one side only"
+    ]
+
+
+def test_what_went_wrong_in_the_first_forward_comes_before_gradients() -> None:
+    """A gradient that is wrong because the loss is says little about where."""
+    ours, theirs = (
+        Trace(losses=[loss] * 2, gradients={"a": torch.tensor([loss])}, final={"a": torch.tensor([loss])})
+        for loss in (1.0, 2.0)
+    )
+    found = [mismatch.quantity for mismatch in compare(ours, theirs, 0.0)]
+    assert found[:2] == ["loss of step 0", "gradient a"] and sorted(found[2:]) == ["final a", "loss of step 1"]
+
+
+def test_results_that_are_wrong_or_unreadable_count_as_missing(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    right = parity_matrix.Result("x", 2, "tp=2", "fp64", True, "w", 1e-16, 1.0, "code")
+    wrong = replace(right, layout="cp=2", right=False)
+    path.write_bytes(b'\xff\xfe\n[]\n{"experiment": "cut off')
+    parity_matrix.append_result(path, right)
+    parity_matrix.append_result(path, wrong)
+    assert parity_matrix.read_results(path, "code") == {right.key: right}
+    # And the first line after one that was cut off is a line of its own.
+    assert path.read_bytes().count(b"\n") == 5
+
+
 def test_results_of_other_code_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "moe").mkdir()
     (tmp_path / "moe" / "a.py").write_text("1")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "parity.py").write_text("1")
     before = parity_matrix.code_digest(tmp_path)
     result = parity_matrix.Result("x", 2, "tp=2", "fp64", True, "w", 1e-16, 1.0, before)
     parity_matrix.append_result(tmp_path / "results.jsonl", result)
@@ -138,6 +220,8 @@ def test_results_of_other_code_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "moe" / "a.py").write_text("2")
     after = parity_matrix.code_digest(tmp_path)
     assert parity_matrix.read_results(tmp_path / "results.jsonl", after) == {}
+    (tmp_path / "scripts" / "parity.py").write_text("2")
+    assert parity_matrix.code_digest(tmp_path) not in (before, after)
 
 
 def fail_on_rank_1() -> int:
