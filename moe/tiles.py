@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     stages: int
     # Tiles of M next to each other in time, which share blocks of B in L2.
     group: int = 4
-    # Parts of the columns that an epilogue takes one after the other, to stay within the registers.
+    # Parts of the columns, 1 or 2, that an epilogue takes one after the other, to stay within the registers.
     parts: int = 1
 
 

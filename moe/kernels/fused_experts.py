@@ -84,16 +84,11 @@ def _activation_grad(gate, up, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE
 
 @triton.jit
 def _split_columns(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
-    """The tile's columns in 1, 2 or 4 parts, as a tuple in order."""
+    """The tile's columns in 1 or 2 parts, as a tuple in order."""
     if PARTS == 1:
         parts = (tile,)
-    elif PARTS == 2:
-        parts = tl.split(tl.permute(tl.reshape(tile, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
     else:
-        left, right = tl.split(tl.permute(tl.reshape(tile, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
-        a, b = tl.split(tl.permute(tl.reshape(left, [BLOCK_M, 2, BLOCK_N // 4]), [0, 2, 1]))
-        c, d = tl.split(tl.permute(tl.reshape(right, [BLOCK_M, 2, BLOCK_N // 4]), [0, 2, 1]))
-        parts = (a, b, c, d)
+        parts = tl.split(tl.permute(tl.reshape(tile, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
     return parts
 
 
@@ -121,7 +116,7 @@ def up_kernel(
                 block = tl.load(a_pointers + k, mask=(k + tl.arange(0, BLOCK_K) < dim)[None, :], other=0.0)
             b = w_desc.load([expert * 2, n * BLOCK_N, k]).reshape(2 * BLOCK_N, BLOCK_K)
             both = tl.dot(block, b.T, both, input_precision=PRECISION)
-        gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
+        gate, up = _split_columns(both, BLOCK_M, 2 * BLOCK_N, 2)
         weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
         gates = _split_columns(gate, BLOCK_M, BLOCK_N, PARTS)
         ups = _split_columns(up, BLOCK_M, BLOCK_N, PARTS)

@@ -20,7 +20,7 @@ BOUND = 1e-5
 SMALL = {
     "up": Tile(16, 16, 16, 4, 2, 2, parts=2),
     "down": Tile(16, 32, 16, 4, 2, 2),
-    "act_grad": Tile(16, 32, 16, 4, 2, 2, parts=4),
+    "act_grad": Tile(16, 32, 16, 4, 2, 2),
     "up_grad": Tile(16, 32, 16, 4, 2, 2),
     "weight_grad": Tile(16, 32, 16, 4, 2, 2),
 }
