@@ -158,15 +158,15 @@ def synthetic_sample(config: Config, index: int) -> tuple[Tensor, ...]:
 
     tokens = torch.randint(vocab, (length,), generator=generator)
     labels = torch.randint(vocab, (length,), generator=generator)
-    split = 1 + random_below(length - 1)
     # Every other sample ends in padding, and prompts of uneven length have no labels.
     end = length - random_below(length // 3) if index % 2 else length
-    split = min(split, end)
+    # Up to three documents: with two, a rank that only tells the first from the others would pass.
+    starts = torch.tensor([0, *sorted(min(1 + random_below(length - 1), end) for _ in range(2))])
     place = torch.arange(length)
-    documents = torch.where(place < split, 0, 1)
-    positions = torch.where(place < split, place, place - split)
-    labels[: random_below(split)] = -100
-    labels[split - 1] = -100
+    documents = (place[:, None] >= starts).sum(1) - 1
+    positions = place - starts[documents]
+    labels[: random_below(int(starts[1]))] = -100
+    labels[starts[1:] - 1] = -100
     documents[end:] = -1
     labels[end:] = -100
     return tokens, labels, positions, documents, torch.tensor(index)
