@@ -7,10 +7,8 @@ exactly, on the bits: amax = 1.m * 2^(e - 127) gives e - 8, plus one if 1.m > 1.
 `to_mx(RCEIL)` for every bf16 input; of fp32 inputs torchao saturates an amax just above 448 * 2^k, because its
 ceil(log2) runs in fp32.
 
-Values are rounded to nearest even on their bits: Triton's interpreter casts e4m3 wrongly, so this alone makes compiled,
-interpreted and plain PyTorch bytes equal. e4m3 is fp32 shifted by 20 bits once y is multiplied by 2^-120: subnormals of
-one are subnormals of the other. fp32 inputs first fold their low 12 bits into one sticky bit; else the product's
-rounding to an fp32 subnormal would come before, and on top of, the rounding to e4m3.
+Values are rounded once, to nearest even, and compiled, interpreted and plain PyTorch bytes are equal: e4m3.py has the
+kernels' rounding and why it is exact.
 
     block holds             scale   values
     a NaN                   255     all NaN (0x7F)
@@ -28,7 +26,7 @@ Shape suffixes: N matrices, R rows, D row width, S scales per row, B bytes of on
 
 # Kernels are written in Triton's language, which has no types.
 # pyright: basic
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN202
 
 import os
 from typing import Any
@@ -38,9 +36,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from comms.kernels.e4m3 import absolute, can_cast, decode, encode, scale_byte
+
 RECORD_ALIGNMENT = 16
 # Elements of one program, and the widest part of a row in it.
 TILE, TILE_COLUMNS = 4096, 256
+WARPS, SQUARE_WARPS = 4, 8
 
 
 def record_bytes(width: int, block: int = 32) -> int:
@@ -150,7 +151,7 @@ def quantize_reference(x: Tensor, row_block: int, block: int) -> tuple[Tensor, T
     padded[..., :rows, :width] = bits
     tiles = padded.view(*matrices, num_rows, row_block, num_columns, block)
     scales = scale_of((tiles & 0x7FFFFFFF).amax(dim=(-3, -1)) if tiles.numel() else tiles.sum(dim=(-3, -1)).int())
-    coded = encode(tiles, scales[..., :, None, :, None]).view_as(padded)[..., :rows, :width]
+    coded = encode_reference(tiles, scales[..., :, None, :, None]).view_as(padded)[..., :rows, :width]
     return coded.contiguous().view(torch.float8_e4m3fn), scales.to(torch.uint8)
 
 
@@ -184,7 +185,7 @@ def scale_of(amax: Tensor) -> Tensor:
     return scale.masked_fill(amax == 0x7F800000, 254).masked_fill(amax > 0x7F800000, 255)
 
 
-def encode(bits: Tensor, scale: Tensor) -> Tensor:
+def encode_reference(bits: Tensor, scale: Tensor) -> Tensor:
     """uint8 e4m3 codes of fp32 bits over 2^(scale - 127). In integers: shift the mantissa, round half to even."""
     magnitude = bits & 0x7FFFFFFF
     # A subnormal of fp32, m * 2^-149, is normalised by the conversion of m.
@@ -215,9 +216,11 @@ def _tile(width: int, row_block: int, block: int) -> tuple[int, int]:
     return (row_block, block) if row_block > 1 else (TILE // columns, columns)
 
 
-def _constants(row_block: int, block: int, tile_rows: int, tile_columns: int) -> dict[str, Any]:
+def _constants(row_block: int, block: int, tile_rows: int, tile_columns: int, words: Tensor) -> dict[str, Any]:
     sizes = {"ROW_BLOCK": row_block, "BLOCK": block, "TILE_ROWS": tile_rows, "TILE_COLUMNS": tile_columns}
-    return {**sizes, "num_warps": 4 if tile_rows * tile_columns == TILE else 8}
+    # A thread moves 16 bytes of words and as many codes at once, so no exchange stands between reading and writing.
+    sizes |= {"VECTOR": 16 // words.element_size(), "CAST": can_cast(words)}
+    return {**sizes, "num_warps": WARPS if tile_rows * tile_columns == TILE else SQUARE_WARPS}
 
 
 def _quantize_triton(x: Tensor, values: Tensor, scales: Tensor, row_block: int, block: int, padding: int = 0) -> None:
@@ -231,7 +234,7 @@ def _quantize_triton(x: Tensor, values: Tensor, scales: Tensor, row_block: int, 
         _quantize_kernel[grid](
             *(x, values, scales, rows, width, padding),
             *(x.stride(0), x.stride(1), values.stride(0), values.stride(1), scales.stride(0), scales.stride(1)),
-            **_constants(row_block, block, tile_rows, tile_columns),
+            **_constants(row_block, block, tile_rows, tile_columns, x),
         )
 
 
@@ -248,65 +251,8 @@ def _dequantize_triton(values: Tensor, scales: Tensor, out: Tensor, row_block: i
         _dequantize_kernel[grid](
             *(values, scales, out, rows, width),
             *(values.stride(0), values.stride(1), scales.stride(0), scales.stride(1), out.stride(0), out.stride(1)),
-            **_constants(row_block, block, tile_rows, tile_columns),
+            **_constants(row_block, block, tile_rows, tile_columns, out),
         )
-
-
-# Parts for kernels, here and elsewhere: int32 bits in, e4m3 bytes out.
-
-
-@triton.jit
-def load_bits(pointers, mask):
-    """fp32 bits of bf16 or fp32 elements behind pointers to int16 or int32."""
-    word = tl.load(pointers, mask=mask, other=0)
-    if pointers.dtype.element_ty == tl.int16:
-        return word.to(tl.int32) << 16
-    else:
-        return word
-
-
-@triton.jit
-def scale_byte(amax):
-    """The scale of a block whose largest absolute value has these bits."""
-    scale = tl.maximum(((amax + 0x1FFFFF) >> 23) - 8, 0)
-    return tl.where(amax >= 0x7F800000, 254 + (amax > 0x7F800000).to(tl.int32), scale)
-
-
-@triton.jit
-def encode_bits(bits, scale, FROM_FP32: tl.constexpr):
-    """e4m3 codes of bits over 2^(scale - 127); scale broadcasts."""
-    factor = (254 - scale) << 23
-    factor = tl.where(scale == 0, 0, factor)
-    factor = tl.where(scale >= 254, tl.where(scale == 255, 0x7FC00000, 0x00400000), factor)
-    limit = tl.where(scale == 255, 0x07F00000, 0x07E00000)
-    sign = tl.where(scale == 255, 0, -0x80000000)
-    if FROM_FP32:
-        x = ((bits | ((bits & 0xFFF) + 0xFFF)) & -4096).to(tl.float32, bitcast=True)
-    else:
-        x = bits.to(tl.float32, bitcast=True)
-    # 2^-120, in two steps: the product of both factors is no fp32 number.
-    y = (x * factor.to(tl.float32, bitcast=True)) * 7.52316384526264e-37
-    magnitude = tl.minimum(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, limit)
-    # The code in the topmost byte: taking that byte is part of packing bytes, where a shift would cost an instruction.
-    top = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) << 4) | (bits & sign)
-    return (top.to(tl.uint32, bitcast=True) >> 24).to(tl.uint8)
-
-
-@triton.jit
-def decode_bits(code, scale):
-    """fp32 bits of e4m3 codes times 2^(scale - 127); NaN is 0x7FC00000."""
-    factor = tl.where(scale == 0, 0x00400000, scale << 23).to(tl.float32, bitcast=True)
-    value = (((code & 0x7F) << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    bits = (value * factor).to(tl.int32, bitcast=True)
-    return tl.where(((code & 0x7F) == 0x7F) | (scale == 255), 0x7FC00000, bits)
-
-
-@triton.jit
-def store_bits(pointers, bits, mask):
-    """Write fp32 bits behind pointers to int16 (bf16, rounded to nearest even) or int32."""
-    if pointers.dtype.element_ty == tl.int16:
-        bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-    tl.store(pointers, bits, mask=mask)
 
 
 @triton.jit
@@ -327,24 +273,27 @@ def _quantize_kernel(
     BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    CAST: tl.constexpr,
 ):
-    """One program: a tile of whole blocks, as (rows, blocks, elements of a block), read once."""
+    """One program: a tile of whole blocks, read once. A warp takes whole rows of it, for long runs of bytes."""
     BLOCKS: tl.constexpr = TILE_COLUMNS // BLOCK
     tiles = tl.cdiv(width, TILE_COLUMNS)
     matrix = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS).to(tl.int64)
-    block = first * BLOCKS + tl.arange(0, BLOCKS)
-    column = block[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
-    inside = (row < rows)[:, None, None] & (column < width)
-    bits = load_bits(x + matrix * x_matrix + row[:, None, None] * x_row + column, inside)
-    amax = tl.max(bits & 0x7FFFFFFF, axis=2)
+    column = tl.max_contiguous(first * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS), VECTOR)[None, :]
+    inside = (row < rows)[:, None] & (column < width)
+    word = tl.load(x + matrix * x_matrix + row[:, None] * x_row + column, mask=inside, other=0)
+    word = tl.reshape(word, [TILE_ROWS, BLOCKS, BLOCK])
+    amax = tl.max(absolute(word), axis=2)
     if ROW_BLOCK > 1:
         amax = tl.max(amax, axis=0, keep_dims=True)
-    scale = scale_byte(amax)
-    code = encode_bits(bits, scale[:, :, None], FROM_FP32=x.dtype.element_ty == tl.int32)
-    tl.store(values + matrix * values_matrix + row[:, None, None] * values_row + column, code, mask=inside)
+    scale = scale_byte(amax, word.dtype)
+    code = tl.reshape(encode(word, scale[:, :, None], CAST), [TILE_ROWS, TILE_COLUMNS])
+    tl.store(values + matrix * values_matrix + row[:, None] * values_row + column, code, mask=inside)
     scales += matrix * scales_matrix
+    block = first * BLOCKS + tl.arange(0, BLOCKS)
     if ROW_BLOCK > 1:
         scale_row = (tl.program_id(0) // tiles).to(tl.int64) + tl.zeros([1], dtype=tl.int64)
         inside = (block * BLOCK < width)[None, :]
@@ -377,17 +326,21 @@ def _dequantize_kernel(
     BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    CAST: tl.constexpr,
 ):
     """One program: the same tile the other way, one row of scales per ROW_BLOCK rows."""
     BLOCKS: tl.constexpr = TILE_COLUMNS // BLOCK
     tiles = tl.cdiv(width, TILE_COLUMNS)
     matrix = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS).to(tl.int64)
-    block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
-    column = block[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
-    inside = (row < rows)[:, None, None] & (column < width)
-    code = tl.load(values + matrix * values_matrix + row[:, None, None] * values_row + column, mask=inside, other=0)
+    column = tl.max_contiguous(first * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS), VECTOR)[None, :]
+    block = first * BLOCKS + tl.arange(0, BLOCKS)
+    inside = (row < rows)[:, None] & (column < width)
+    code = tl.load(values + matrix * values_matrix + row[:, None] * values_row + column, mask=inside, other=0)
     at = scales + matrix * scales_matrix + (row // ROW_BLOCK)[:, None] * scales_row + block[None, :]
-    scale = tl.load(at, mask=(row < rows)[:, None] & (block * BLOCK < width)[None, :], other=0).to(tl.int32)
-    bits = decode_bits(code.to(tl.int32), scale[:, :, None])
-    store_bits(out + matrix * out_matrix + row[:, None, None] * out_row + column, bits, inside)
+    scale = tl.load(at, mask=(row < rows)[:, None] & (block * BLOCK < width)[None, :], other=0)
+    word = decode(tl.reshape(code, [TILE_ROWS, BLOCKS, BLOCK]), scale[:, :, None], out.dtype.element_ty, CAST)
+    word = tl.reshape(word, [TILE_ROWS, TILE_COLUMNS])
+    tl.store(out + matrix * out_matrix + row[:, None] * out_row + column, word, mask=inside)

@@ -27,12 +27,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from comms.kernels.codec import encode_bits, load_bits, quantize_reference, scale_byte, word_view
+from comms.kernels.codec import quantize_reference, word_view
+from comms.kernels.e4m3 import absolute, can_cast, encode, scale_byte
 
 BLOCK = 32
-TILE_PLACES = 128
-# A thread of the wide tile holds eight columns of 32 rows in its registers; with rows coded too, they would spill.
-WIDE_COLUMNS, COLUMNS = 256, 64
+# A program's tile: blocks of places, groups of GROUP_COLUMNS columns, warps. One warp for one block of one group gives
+# each thread 64 elements, whose words, codes and scales fit in its registers.
+GROUP_COLUMNS = 64
+COLUMNS_TILE = (4, 1, 4)
+BOTH_TILE = (4, 1, 4)
+# Tiles of the same columns that are started after each other. With one, rows are read whole by neighbouring programs.
+TOGETHER = 1
 
 
 def num_places(num_pairs: int, num_experts: int, align: int) -> int:
@@ -166,10 +171,11 @@ def _launch(x: Tensor, places_Q: Tensor | None, rows: tuple[Tensor, ...], column
     if values.numel() == 0:
         return
     row_values, row_scales = (out if out.dim() == 3 else out[None] for out in rows) if rows else (values, scales)
-    columns_of_tile = COLUMNS if rows or width < WIDE_COLUMNS else WIDE_COLUMNS
-    tiles = triton.cdiv(width, columns_of_tile) * triton.cdiv(size, TILE_PLACES)
-    constants: dict[str, Any] = {"BLOCK": BLOCK, "TILE_PLACES": TILE_PLACES, "TILE_COLUMNS": columns_of_tile}
-    constants |= {"GATHER": places_Q is not None, "ROWS": bool(rows)}
+    blocks, groups, warps = BOTH_TILE if rows else COLUMNS_TILE
+    tiles = triton.cdiv(width, groups * GROUP_COLUMNS) * triton.cdiv(size, blocks * BLOCK)
+    constants: dict[str, Any] = {"GATHER": places_Q is not None, "ROWS": bool(rows), "CAST": can_cast(x)}
+    constants |= {"BLOCKS": blocks, "GROUPS": groups, "GROUP_COLUMNS": GROUP_COLUMNS}
+    constants |= {"TOGETHER": TOGETHER, "num_warps": warps}
     with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():
         _gathered_kernel[(tiles, num)](
             *(x, places_Q, row_values.view(torch.uint8), row_scales, values.view(torch.uint8), scales),
@@ -192,49 +198,89 @@ def _gathered_kernel(
     x_row,
     GATHER: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE_PLACES: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    CAST: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
-    """One program: some places x some columns, read once. Neighbouring programs share rows, so these are read whole."""
-    FP32: tl.constexpr = x.dtype.element_ty == tl.int32
-    PLACE_BLOCKS: tl.constexpr = TILE_PLACES // BLOCK
-    COLUMN_BLOCKS: tl.constexpr = TILE_COLUMNS // BLOCK
-    tiles = tl.cdiv(width, TILE_COLUMNS)
+    """One program: some places x some columns, read once.
+
+    The tile's dims are (part of a block of places, block, group of columns, place of a part, column of a group). In
+    this order Triton deals them out so that a warp has whole blocks, its lanes standing for parts and 16 bytes of a
+    row, and a thread has neighbouring places of each of its columns: no block is shared between warps, and codes to be
+    transposed move through shared memory in words.
+    """
+    HELD: tl.constexpr = GROUP_COLUMNS // 8
+    tiles, rows_of_tiles = tl.cdiv(width, GROUPS * GROUP_COLUMNS), tl.cdiv(size, BLOCKS * 32)
+    first = tl.program_id(0)
+    first_place, first_column = tl.swizzle2d(first // tiles, first % tiles, rows_of_tiles, tiles, TOGETHER)
+    first_place, first_column = first_place * BLOCKS * 32, first_column * GROUPS * GROUP_COLUMNS
     matrix = tl.program_id(1).to(tl.int64)
-    first_place = (tl.program_id(0) // tiles) * TILE_PLACES
-    first_column = (tl.program_id(0) % tiles) * TILE_COLUMNS
-    column = (first_column + tl.arange(0, TILE_COLUMNS))[None, None, :]
-    # As (row within its block, block, column), each thread holds whole blocks of rows: no exchange, no spare scales.
-    place = first_place + tl.arange(0, BLOCK)[:, None] + BLOCK * tl.arange(0, PLACE_BLOCKS)[None, :]
+    column = GROUP_COLUMNS * tl.arange(0, GROUPS)[:, None, None] + tl.arange(0, GROUP_COLUMNS)[None, None, :]
+    # Eight at once: codes of rows are then written from where their words were read to, without an exchange.
+    column = tl.max_contiguous((first_column + column)[None, None, :, :, :], [1, 1, 1, 1, 8])
+    place = HELD * tl.arange(0, 32 // HELD)[:, None, None] + 32 * tl.arange(0, BLOCKS)[None, :, None]
+    place = first_place + place + tl.arange(0, HELD)[None, None, :]
     if GATHER:
         row = tl.load(places + place, mask=place < size, other=-1)
     else:
         row = tl.where(place < size, place, -1)
-    row, place = row[:, :, None], place[:, :, None]
-    bits = load_bits(x + matrix * x_matrix + row.to(tl.int64) * x_row + column, (row >= 0) & (column < width))
-
-    scale = scale_byte(tl.max(bits & 0x7FFFFFFF, axis=0))
-    code = tl.permute(encode_bits(bits, scale[None, :, :], FP32), (2, 1, 0))
-    column_1 = first_column + tl.arange(0, TILE_COLUMNS)
-    place_1 = first_place + tl.arange(0, TILE_PLACES)
-    out = (matrix * width + column_1).to(tl.int64)[:, None] * size + place_1[None, :]
-    inside = (column_1 < width)[:, None] & (place_1 < size)[None, :]
-    tl.store(values + out, tl.reshape(code, [TILE_COLUMNS, TILE_PLACES]), mask=inside)
-    block = first_place // BLOCK + tl.arange(0, PLACE_BLOCKS)
-    out = (matrix * width + column_1).to(tl.int64)[:, None] * (size // BLOCK) + block[None, :]
-    inside = (column_1 < width)[:, None] & (block * BLOCK < size)[None, :]
-    tl.store(scales + out, tl.trans(scale.to(tl.uint8)), mask=inside)
-
+    place, row = place[:, :, None, :, None], row[:, :, None, :, None]
+    at = x + matrix * x_matrix + row.to(tl.int64) * x_row + column
+    word = tl.load(at, mask=(row >= 0) & (column < width), other=0)
+    # Rows first: so ordered, fewer registers are alive at once.
     if ROWS:
-        blocks = tl.reshape(bits, [BLOCK, PLACE_BLOCKS, COLUMN_BLOCKS, BLOCK])
-        scale = scale_byte(tl.max(blocks & 0x7FFFFFFF, axis=3))
-        code = tl.reshape(encode_bits(blocks, scale[:, :, :, None], FP32), [BLOCK, PLACE_BLOCKS, TILE_COLUMNS])
-        inside = (place < size) & (column < width)
-        tl.store(row_values + (matrix * size + place).to(tl.int64) * width + column, code, mask=inside)
-        block = (first_column // BLOCK + tl.arange(0, COLUMN_BLOCKS))[None, None, :]
-        out = (matrix * size + place).to(tl.int64) * tl.cdiv(width, BLOCK) + block
-        tl.store(row_scales + out, scale.to(tl.uint8), mask=(place < size) & (block * BLOCK < width))
+        _store_rows(word, row_values, row_scales, matrix * size, place, column, first_column, size, width, CAST)
+    _store_columns(word, values, scales, matrix * width, first_place, first_column, size, width, CAST)
+
+
+@triton.jit
+def _store_rows(word, values, scales, start, place, column, first_column, size, width, CAST: tl.constexpr):
+    """Code the tile in blocks along the rows; `start` is the matrix's first row."""
+    BLOCKS: tl.constexpr = word.shape[4] // 32
+    words = tl.reshape(word, [word.shape[0], word.shape[1], word.shape[2], word.shape[3], BLOCKS, 32])
+    scale = scale_byte(tl.max(absolute(words), axis=5), word.dtype)
+    code = tl.reshape(encode(words, scale[:, :, :, :, :, None], CAST), word.shape)
+    row = (start + place).to(tl.int64)
+    tl.store(values + row * width + column, code, mask=(place < size) & (column < width))
+    block = BLOCKS * tl.arange(0, word.shape[2])[:, None, None] + tl.arange(0, BLOCKS)[None, None, :]
+    block = (first_column // 32 + block)[None, None, :, :, :]
+    at = scales + row * tl.cdiv(width, 32) + block
+    tl.store(at, scale.to(tl.uint8), mask=(place < size) & (block * 32 < width))
+
+
+@triton.jit
+def _store_columns(word, values, scales, start, first_place, first_column, size, width, CAST: tl.constexpr):
+    """Code the tile in blocks along the places and transpose it; `start` is the matrix's first row of columns."""
+    BLOCKS: tl.constexpr = word.shape[1]
+    TILE_COLUMNS: tl.constexpr = word.shape[2] * word.shape[4]
+    # A maximum within the thread, then one over its neighbours.
+    scale = scale_byte(tl.max(tl.max(absolute(word), axis=3), axis=0), word.dtype)
+    code = encode(_four_rows_together(word), scale[None, :, :, None, :, None, None], CAST)
+    code = tl.reshape(tl.permute(code, (2, 4, 1, 0, 3, 5, 6)), [TILE_COLUMNS, BLOCKS * 32])
+    column = first_column + tl.arange(0, TILE_COLUMNS)[:, None]
+    place = first_place + tl.arange(0, BLOCKS * 32)[None, :]
+    row = (start + column).to(tl.int64)
+    tl.store(values + row * size + place, code, mask=(column < width) & (place < size))
+    scale = tl.reshape(tl.permute(scale.to(tl.uint8), (1, 2, 0)), [TILE_COLUMNS, BLOCKS])
+    block = first_place // 32 + tl.arange(0, BLOCKS)[None, :]
+    tl.store(scales + row * (size // 32) + block, scale, mask=(column < width) & (block * 32 < size))
+
+
+@triton.jit
+def _four_rows_together(word):
+    """(..., rows, columns) as (..., rows / 4, columns, 2, 2), four rows of a column next to each other in registers.
+
+    Casting packs neighbours: now it packs what stays together, where bytes of four columns would have to be sorted.
+    Only `join` sets the order of registers, hence the detour.
+    """
+    FOURS: tl.constexpr = word.shape[3] // 4
+    word = tl.reshape(word, [word.shape[0], word.shape[1], word.shape[2], FOURS, 2, 2, word.shape[4]])
+    even, odd = tl.split(tl.permute(word, (0, 1, 2, 3, 6, 4, 5)))
+    even_0, even_1 = tl.split(even)
+    odd_0, odd_1 = tl.split(odd)
+    return tl.join(tl.join(even_0, even_1), tl.join(odd_0, odd_1))
 
 
 @triton.jit

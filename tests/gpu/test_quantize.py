@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from comms.kernels import codec
 from comms.kernels.codec import dequantize, dequantize_reference, pack_rows_, quantize, quantize_reference, record_bytes
+from moe.kernels import quantize as gathered
 from moe.kernels.quantize import (
     gather_places,
     pad_groups,
@@ -53,6 +55,28 @@ def test_every_bf16_value() -> None:
         amax = (values.abs() * 2.0**doublings).clamp(max=3e38)
         x = torch.stack([values, amax], 1).repeat_interleave(16, 1).bfloat16()
         assert_same(quantize(x.cuda(), 1, 32), quantize_reference(x, 1, 32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_the_cast(dtype, monkeypatch) -> None:
+    """What older cards run: integers alone."""
+    monkeypatch.setattr(codec, "can_cast", lambda x: False)
+    monkeypatch.setattr(gathered, "can_cast", lambda x: False)
+    x = awkward(dtype, 320, 288)
+    coded = quantize(x.cuda(), 1, 32)
+    assert_same(coded, quantize_reference(x, 1, 32))
+    back = dequantize(*coded, 1, 32, dtype)
+    assert_same((back,), (dequantize_reference(coded[0].cpu(), coded[1].cpu(), 1, 32, dtype),))
+    expected = (*quantize_reference(x, 1, 32), *quantize_reference(x.t(), 1, 32))
+    assert_same(quantize_both(x.cuda(), None), expected)
+
+
+@pytest.mark.parametrize("together", [3, 64])
+def test_any_order_of_tiles(together, monkeypatch) -> None:
+    """Groups of tiles, the last one partial; one group of all."""
+    monkeypatch.setattr(gathered, "TOGETHER", together)
+    x = awkward(torch.bfloat16, 1120, 416)
+    assert_same(quantize_columns(x.cuda(), None), quantize_reference(x.t(), 1, 32))
 
 
 def test_fp32_rounds_once() -> None:

@@ -116,6 +116,14 @@ def test_gathered_rows(dtype, width) -> None:
     assert_same(quantize_columns(x, places), expected[2:])
 
 
+@pytest.mark.parametrize("together", [3, 64])
+def test_any_order_of_tiles(together, monkeypatch) -> None:
+    """Groups of tiles, the last one partial; one group of all."""
+    monkeypatch.setattr(gathered, "TOGETHER", together)
+    x = awkward(torch.bfloat16, 608, 160)
+    assert_same(quantize_columns(x, None), quantize_reference(x.t(), 1, 32))
+
+
 def test_matrices_without_places() -> None:
     w = awkward(torch.bfloat16, 2 * 160, 96).view(2, 160, 96)
     expected = (*quantize_reference(w, 1, 32), *quantize_reference(w.transpose(1, 2), 1, 32))
