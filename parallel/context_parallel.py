@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.config import either
 from parallel.mesh import Mesh
 from parallel.ring_attention import ring_attention
 
@@ -60,27 +59,6 @@ def context_of(mesh: Mesh) -> ContextParallel:
     return ContextParallel(ring, ulysses, place // ulysses, place % ulysses, mesh.ring_group, mesh.ulysses_group)
 
 
-def check_heads(ulysses: int, num_heads: int, num_kv_heads: int) -> None:
-    """Whether the heads of one rank (of one tp rank) can be spread over `ulysses` ranks.
-
-    Raises:
-        ValueError: naming the setting and the nearest legal ones.
-    """
-    if num_heads % ulysses == 0 and (num_kv_heads % ulysses == 0 or ulysses % num_kv_heads == 0):
-        return
-    legal = [
-        degree
-        for degree in range(1, num_heads + 1)
-        if num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)
-    ]
-    nearest = sorted({*[d for d in legal if d < ulysses][-1:], *[d for d in legal if d > ulysses][:1]})
-    raise ValueError(
-        f"parallel.ulysses={ulysses} cannot spread {num_heads} query heads and {num_kv_heads} key/value heads (per tp "
-        "rank): it must divide the query heads, and divide the key/value heads or be a multiple of them; "
-        f"nearest legal parallel.ulysses: {either(nearest)}."
-    )
-
-
 def context_attention(
     q_BCHD: Tensor,
     k_BCGD: Tensor,
@@ -105,8 +83,9 @@ def context_attention(
     Gradients are those of this rank's tokens and heads: a gradient of the sinks has to be summed over the ranks, like
     that of any weight.
     """
-    if context.ulysses > 1:
-        check_heads(context.ulysses, q_BCHD.size(2), k_BCGD.size(2))
+    # trainer/layout.py refuses others at start.
+    heads, kv_heads, ulysses = q_BCHD.size(2), k_BCGD.size(2), context.ulysses
+    assert heads % ulysses == 0 and (kv_heads % ulysses == 0 or ulysses % kv_heads == 0), (heads, kv_heads, ulysses)
     q, k, v = _to_heads(context, q_BCHD, k_BCGD, v_BCGV)
     sinks = None if sinks_H is None else sinks_H.chunk(context.ulysses)[context.ulysses_rank]
     if context.ring == 1:
