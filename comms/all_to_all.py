@@ -12,7 +12,8 @@ timing, and one rank (no group) differs from many only by the rounding of the pa
 
 The backward of each is the mirror of the other: dispatch's gradient is combined, combine's gradient is dispatched.
 
-This file holds the collective backend: `all_to_all_single` over NCCL or gloo. It reads the counts on the host once per
+This file holds the collective backend, which is also what others are tested against (comms/symmetric_exchange.py keeps
+the counts on the device): `all_to_all_single` over NCCL or gloo. It reads the counts on the host once per
 plan, because that collective wants host-side splits. Everything travels as bytes: gloo knows no fp8, and one record
 per row (values, then side columns, row stride rounded up to 16 bytes) makes one exchange per dispatch.
 
@@ -30,6 +31,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # pyright
 
 from comms.kernels.codec import RECORD_ALIGNMENT
 from comms.kernels.gather_sum import gather_sum
+from comms.payload import Payload, coded_like, decode, encode
+from comms.symmetric_exchange import SymmetricPlan, combine_rows, dispatch_rows
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class DispatchPlan:
     def num_rows(self) -> int:
         """Rows received, R."""
         return sum(self.recv_counts)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the host knows the numbers of rows and items, not only bounds."""
+        return True
 
 
 def plan_dispatch(items_TN: Tensor, group: dist.ProcessGroup | None, num_items: int | None = None) -> DispatchPlan:
@@ -97,50 +105,61 @@ def _send_order(is_sent_TN: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
     return slots.view(num_ranks, num_tokens).t().contiguous(), send_tokens[:num_sent]
 
 
-def dispatch(plan: DispatchPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+# The same for every backend: what differs is where the counts are.
+Plan = DispatchPlan | SymmetricPlan
+
+
+# What is sent if nobody says: rows and gradients in their own dtype.
+AS_IT_IS = Payload()
+
+
+def dispatch(
+    plan: Plan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: Payload = AS_IT_IS
+) -> tuple[Tensor, Tensor, Tensor]:
     """Send each token to the ranks of its plan, with its side columns.
 
     Args:
         x_TD: rows, any floating dtype.
         weights_TK: floating side columns; gradients flow back through them.
         ids_TK: integer side columns, sent as int32.
+        payload: what rows, and on their way back gradients, are sent as. Nothing is coded where nothing is sent.
 
     Returns:
-        rows_RD, weights_RK, ids_RK (int64) in order of (source rank, token).
+        rows_RD, weights_RK, ids_RK (int64) in order of (source rank, token). Unless the plan is exact, ids -1 follow
+        behind the last row.
     """
+    if isinstance(plan, SymmetricPlan):
+        return dispatch_rows(plan, x_TD, weights_TK, ids_TK, payload)
     if not plan.group_name:
         return x_TD, weights_TK, ids_TK
-    return _Dispatch.apply(plan, x_TD, weights_TK, ids_TK)  # type: ignore[no-any-return]
+    return _Dispatch.apply(plan, x_TD, weights_TK, ids_TK, payload)  # type: ignore[no-any-return]
 
 
-def combine(plan: DispatchPlan, rows_RD: Tensor) -> Tensor:
+def combine(plan: Plan, rows_RD: Tensor, payload: Payload = AS_IT_IS) -> Tensor:
     """Bring one row per (token, rank) back and sum them: out_TD in the dtype of the rows. Unsent tokens get zero."""
+    if isinstance(plan, SymmetricPlan):
+        return combine_rows(plan, _EndOfRecomputation.apply(rows_RD, plan.index_NT), payload)  # type: ignore[arg-type]
     if not plan.group_name:
         return rows_RD
-    return _Combine.apply(plan, _EndOfRecomputation.apply(rows_RD, plan.slots_TN))  # type: ignore[no-any-return]
+    return _Combine.apply(plan, _EndOfRecomputation.apply(rows_RD, plan.slots_TN), payload)  # type: ignore[no-any-return]
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: DispatchPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+        ctx: Any, plan: DispatchPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: Payload
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.plan = plan
-        index = plan.send_tokens_S
-        record = pack([x_TD[index], weights_TK[index], ids_TK[index].to(torch.int32)])
-        received = dispatch_records(record, plan.send_counts, plan.recv_counts, plan.group_name)
-        rows, weights, ids = unpack(received, [x_TD, weights_TK, ids_TK.new_empty(0, ids_TK.shape[1]).to(torch.int32)])
+        ctx.plan, ctx.payload = plan, payload
+        side = [weights_TK, ids_TK.to(torch.int32)]
+        rows, weights, ids = _send(plan, x_TD, side, payload.rows)
         ids = ids.long()
         ctx.mark_non_differentiable(ids)
         return rows, weights, ids
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        plan, (d_rows, d_weights) = ctx.plan, grads[:2]
-        record = pack([d_rows, d_weights])
-        returned = return_records(record, plan.recv_counts, plan.send_counts, plan.group_name)
-        d_x_SD, d_weights_SK = unpack(returned, [d_rows, d_weights])
-        return None, gather_sum(d_x_SD, plan.slots_TN), gather_sum(d_weights_SK, plan.slots_TN), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        d_x_TD, d_weights_TK = _return(ctx.plan, grads[0], [grads[1]], ctx.payload.grads)
+        return None, d_x_TD, d_weights_TK, None, None
 
 
 class _EndOfRecomputation(torch.autograd.Function):
@@ -162,18 +181,31 @@ class _EndOfRecomputation(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: DispatchPlan, rows_RD: Tensor) -> Tensor:
-        ctx.plan = plan
-        returned = return_records(pack([rows_RD]), plan.recv_counts, plan.send_counts, plan.group_name)
-        (rows_SD,) = unpack(returned, [rows_RD])
-        return gather_sum(rows_SD, plan.slots_TN)
+    def forward(ctx: Any, plan: DispatchPlan, rows_RD: Tensor, payload: Payload) -> Tensor:
+        ctx.plan, ctx.payload = plan, payload
+        return _return(plan, rows_RD, [], payload.rows)[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        plan, (d_out_TD,) = ctx.plan, grads
-        record = pack([d_out_TD[plan.send_tokens_S]])
-        received = dispatch_records(record, plan.send_counts, plan.recv_counts, plan.group_name)
-        return None, unpack(received, [d_out_TD])[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, _send(ctx.plan, grads[0], [], ctx.payload.grads)[0], None
+
+
+def _send(plan: DispatchPlan, x_TD: Tensor, side: list[Tensor], payload: str) -> list[Tensor]:
+    """Rows and side columns of the plan's tokens at their destinations."""
+    index = plan.send_tokens_S
+    record = pack([encode(x_TD, payload)[index], *(column[index] for column in side)])
+    received = dispatch_records(record, plan.send_counts, plan.recv_counts, plan.group_name)
+    coded, *columns = unpack(received, [coded_like(x_TD, payload), *side])
+    return [decode(coded, payload, x_TD.shape[1], x_TD.dtype), *columns]
+
+
+def _return(plan: DispatchPlan, rows_RD: Tensor, side: list[Tensor], payload: str) -> list[Tensor]:
+    """The sum per token of rows, and of side columns, that come back."""
+    record = pack([encode(rows_RD, payload), *side])
+    returned = return_records(record, plan.recv_counts, plan.send_counts, plan.group_name)
+    coded, *columns = unpack(returned, [coded_like(rows_RD, payload), *side])
+    rows_SD = decode(coded, payload, rows_RD.shape[1], rows_RD.dtype)
+    return [gather_sum(column, plan.slots_TN) for column in (rows_SD, *columns)]
 
 
 def pack(columns: list[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class PayloadConfig:
-    """What rows are sent as: model (the activation dtype) or mxfp8."""
+    """What rows are sent as: model (the activation dtype) or mxfp8. Gradients travel the other way round."""
 
     dispatch: str = "model"
     combine: str = "model"

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# Recipes (moe/recipes.py) in which maps compute from quantized operands.
+LOW_PRECISION = ("mxfp8", "fp8_blockwise")
+
 
 @dataclass
 class MoEConfig:

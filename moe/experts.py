@@ -11,6 +11,9 @@ nothing beside the activation, and its gradient needs `a` alone: y never has to 
 Shape suffixes: R rows, K experts per token, P pairs, D model dim, F expert hidden dim, E experts of this rank.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,11 +23,27 @@ from torch import Tensor, nn
 from comms.kernels.gather_sum import gather_sum
 from moe.config import MoEConfig
 from moe.fused_experts import fused_experts
-from moe.grouped_gemm import grouped_linear, resolve_backend
+from moe.grouped_gemm import clear_tail_, grouped_linear, resolve_backend
 from moe.kernels.pair_rows import expand_rows
 from moe.kernels.sort_pairs import Pairs, sort_pairs
 from moe.linear_maps import local
+from moe.low_precision_linear import check_dims, low_precision_grouped_linear
+from moe.recipes import Recipe
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE, reference_experts
+
+
+def within_bound(pairs: Pairs, ids_RK: Tensor) -> Pairs:
+    """What `sort_pairs` found, where `num_pairs` was but a bound: row and index -1 stand behind the last pair.
+
+    Pairs for which there was no room have no slot; whoever set the bound has noted that.
+    """
+    num_pairs = pairs.rows_P.shape[0]
+    offsets_E = pairs.offsets_E.clamp(max=num_pairs)
+    is_pair_P = torch.arange(num_pairs, device=ids_RK.device) < offsets_E[-1]
+    slots_RK = torch.where((ids_RK >= 0) & (pairs.slots_RK < num_pairs), pairs.slots_RK, -1)
+    rows_P, order_P = (torch.where(is_pair_P, table_P, -1) for table_P in (pairs.rows_P, pairs.order_P))
+    return Pairs(rows_P, order_P, slots_RK, offsets_E)
+
 
 # w_gate_up, w_down, b_gate_up, b_down
 ExpertWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -38,6 +57,9 @@ class GroupedExperts(nn.Module):
         self.config = config
         # Replaced by its compiled twin when the run compiles.
         self.activation = weighted_activation
+        # How sorted rows meet their experts' matrices, and the low-precision recipe behind it: see `use_recipe`.
+        self.linear: Callable[..., Tensor] = grouped_linear
+        self.recipe: Recipe | None = None
         # False on all but one of the ranks that share each expert's hidden units: partial sums have one bias.
         self.adds_down_bias = True
         num_experts, hidden = config.num_experts, config.expert_dim
@@ -49,8 +71,14 @@ class GroupedExperts(nn.Module):
         else:
             self.b_gate_up = self.b_down = None
 
-    def forward(self, rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor, num_pairs: int) -> Tensor:
-        """out_RD[r] = sum over k of weights[r, k] * expert[ids[r, k]](rows[r]); ids are local, -1 means none."""
+    def forward(
+        self, rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor, num_pairs: int, exact: bool = True
+    ) -> Tensor:
+        """out_RD[r] = sum over k of weights[r, k] * expert[ids[r, k]](rows[r]); ids are local, -1 means none.
+
+        Args:
+            num_pairs: how many ids are not -1; or, not `exact`, room for so many: rows without ids may hold anything.
+        """
         backend = resolve_backend(self.config.backend, rows_RD.dtype, rows_RD.device)
         w_gate_up, w_down = local(self.w_gate_up), local(self.w_down)
         b_gate_up = None if self.b_gate_up is None else local(self.b_gate_up)
@@ -58,35 +86,58 @@ class GroupedExperts(nn.Module):
         if backend == "reference":
             return reference_experts(rows_RD, ids_RK, weights_RK, w_gate_up, w_down, b_gate_up, b_down, self.config)
         pairs = sort_pairs(ids_RK, w_down.shape[0], num_pairs)
+        if not exact:
+            pairs = within_bound(pairs, ids_RK)
+        # Where memory behind the last pair is undefined, it must be zero before it meets anything.
+        ends_E = None if exact else pairs.offsets_E
         if backend == "fused":
-            return self.fused(rows_RD, weights_RK, (w_gate_up, w_down, b_gate_up, b_down), pairs)
-        weights_P = weights_RK.reshape(-1).index_select(0, pairs.order_P)
-        x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK))  # pyright: ignore
+            return self.fused(rows_RD, weights_RK, (w_gate_up, w_down, b_gate_up, b_down), pairs, ends_E)
+        weights_P = weights_RK.reshape(-1).index_select(0, pairs.order_P.clamp(min=0))
+        x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK, ends_E))  # pyright: ignore
         if self.config.scores_before_experts:
             x_PD, weights_P = (x_PD * weights_P[:, None]).to(x_PD.dtype), torch.ones_like(weights_P)
-        h_PH = grouped_linear(x_PD, w_gate_up.flatten(1, 2), pairs.offsets_E, exact=True)
+        h_PH = self.linear(x_PD, w_gate_up.flatten(1, 2), pairs.offsets_E, exact=exact)
         if b_gate_up is not None:
             h_PH = h_PH + _per_pair(b_gate_up.flatten(1, 2), pairs.offsets_E, num_pairs)
         a_PF = self.activation(h_PH, weights_P, self.config.activation)
-        y_PD = grouped_linear(a_PF, w_down, pairs.offsets_E, exact=True)
+        y_PD = self.linear(a_PF, w_down, pairs.offsets_E, exact=exact)
         if b_down is not None:
             bias_PD = _per_pair(b_down, pairs.offsets_E, num_pairs)
             y_PD = y_PD + (bias_PD * weights_P[:, None]).to(y_PD.dtype)
-        return _SumPairs.apply(y_PD, pairs.rows_P, pairs.slots_RK)  # type: ignore[no-any-return]
+        return _SumPairs.apply(y_PD, pairs.rows_P, pairs.slots_RK, ends_E)  # type: ignore[no-any-return]
 
-    def fused(self, rows_RD: Tensor, weights_RK: Tensor, weights: ExpertWeights, pairs: Pairs) -> Tensor:
+    def use_recipe(self, recipe: Recipe) -> None:
+        """Compute both maps by a low-precision recipe from now on.
+
+        Raises:
+            ValueError: dims that the recipe cannot cut into blocks, or a backend that knows no recipes.
+        """
+        if self.config.backend not in ("auto", "grouped_mm"):
+            raise ValueError(
+                f"model.moe.backend={self.config.backend} does not compute in precision.recipe={recipe.name}; "
+                "set model.moe.backend=auto"
+            )
+        check_dims(recipe, local(self.w_down).shape[1:], "a routed expert (model.dim x model.moe.expert_dim)")
+        self.recipe = recipe
+        self.linear = partial(low_precision_grouped_linear, recipe=recipe)
+        self.config = replace(self.config, backend="grouped_mm")
+
+    def fused(
+        self, rows_RD: Tensor, weights_RK: Tensor, weights: ExpertWeights, pairs: Pairs, ends_E: Tensor | None
+    ) -> Tensor:
         """The same by fused kernels (moe/fused_experts.py)."""
         activation = self.config.activation
         if not self.config.scores_before_experts:
             return fused_experts(rows_RD, weights_RK, *weights, pairs, activation)
         # Each pair is a row of its own, already weighted.
-        weights_P = weights_RK.reshape(-1).index_select(0, pairs.order_P)
-        x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK))  # pyright: ignore
+        weights_P = weights_RK.reshape(-1).index_select(0, pairs.order_P.clamp(min=0))
+        x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK, ends_E))  # pyright: ignore
         x_PD = (x_PD * weights_P[:, None]).to(x_PD.dtype)
         index_P = torch.arange(x_PD.shape[0], device=x_PD.device, dtype=torch.int32)
-        alone = Pairs(index_P, index_P, index_P[:, None], pairs.offsets_E)
+        slots_P = torch.where(index_P < pairs.offsets_E[-1], index_P, -1)
+        alone = Pairs(index_P, index_P, slots_P[:, None], pairs.offsets_E)
         y_PD = fused_experts(x_PD, torch.ones_like(weights_P)[:, None], *weights, alone, activation)
-        return _SumPairs.apply(y_PD, pairs.rows_P, pairs.slots_RK)  # type: ignore[no-any-return]
+        return _SumPairs.apply(y_PD, pairs.rows_P, pairs.slots_RK, ends_E)  # type: ignore[no-any-return]
 
 
 def weighted_activation(h_PH: Tensor, weights_P: Tensor, activation: str) -> Tensor:
@@ -107,31 +158,40 @@ def _per_pair(bias_EX: Tensor, offsets_E: Tensor, num_pairs: int) -> Tensor:
     """Each pair's row of a per-expert table, as a product with a one-hot matrix: its gradient has no atomics."""
     pair = torch.arange(num_pairs, device=bias_EX.device)
     expert_P = torch.searchsorted(offsets_E, pair, right=True)
-    return F.one_hot(expert_P, bias_EX.shape[0]).to(bias_EX.dtype) @ bias_EX
+    of_expert_PE = expert_P[:, None] == torch.arange(bias_EX.shape[0], device=bias_EX.device)
+    # Behind the last offset are pairs of no expert, whose gradient may be anything.
+    return torch.where(of_expert_PE.any(1, keepdim=True), of_expert_PE.to(bias_EX.dtype) @ bias_EX, 0)
 
 
 class _GatherPairs(torch.autograd.Function):
     """x[p] = rows[row of p]; the gradient sums a row's pairs in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, rows_P: Tensor, slots_RK: Tensor) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, rows_P: Tensor, slots_RK: Tensor, ends_E: Tensor | None) -> Tensor:
         ctx.save_for_backward(slots_RK)
-        return expand_rows(rows_RD, slots_RK, rows_P.shape[0])
+        return _expand(rows_RD, slots_RK, rows_P.shape[0], ends_E)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gather_sum(grads[0], ctx.saved_tensors[0]), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gather_sum(grads[0], ctx.saved_tensors[0]), None, None, None
 
 
 class _SumPairs(torch.autograd.Function):
     """out[r] = sum of the row's pairs; the mirror of `_GatherPairs`."""
 
     @staticmethod
-    def forward(ctx: Any, y_PD: Tensor, rows_P: Tensor, slots_RK: Tensor) -> Tensor:
-        ctx.save_for_backward(slots_RK)
+    def forward(ctx: Any, y_PD: Tensor, rows_P: Tensor, slots_RK: Tensor, ends_E: Tensor | None) -> Tensor:
+        ctx.save_for_backward(slots_RK, ends_E)
         ctx.num_pairs = rows_P.shape[0]
         return gather_sum(y_PD, slots_RK)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return expand_rows(grads[0], ctx.saved_tensors[0], ctx.num_pairs), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        slots_RK, ends_E = ctx.saved_tensors
+        return _expand(grads[0], slots_RK, ctx.num_pairs, ends_E), None, None, None
+
+
+def _expand(rows_RD: Tensor, slots_RK: Tensor, num_pairs: int, ends_E: Tensor | None) -> Tensor:
+    """Each row at its pairs; zero behind the last one, if there may be more room than pairs."""
+    x_PD = expand_rows(rows_RD, slots_RK, num_pairs)
+    return x_PD if ends_E is None else clear_tail_(x_PD, ends_E)

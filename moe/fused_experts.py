@@ -19,7 +19,10 @@ E experts.
 # Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
 # pyright: basic, reportArgumentType=false
 
-from typing import Any, NamedTuple
+import hashlib
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -27,34 +30,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from comms.kernels.gather_sum import gather_sum
+from moe.grouped_gemm import clear_tail_
+from moe.kernels import fused_experts as kernels
 from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_kernel, weight_grad_kernel
 from moe.kernels.pair_rows import expand_rows, gather_sums
 from moe.kernels.sort_pairs import Pairs
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE
+from moe.tiles import Shape, Tile, Work, choose_tiles, tile_for
 
-
-class Tile(NamedTuple):
-    """How a kernel cuts its work: rows, columns and depth of a block, warps, loads in flight."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    # Tiles of M next to each other in time, which share blocks of B in L2.
-    group: int = 4
-    # Parts of the columns that an epilogue takes one after the other, to stay within the registers.
-    parts: int = 1
-
-
-# The best of a handful on an H200 (docs/LOG.md). Under the interpreter the tests put small ones in their place.
-TILES = {
-    "up": Tile(128, 128, 64, 8, 3, parts=2),
-    "down": Tile(128, 256, 64, 8, 3, group=8),
-    "act_grad": Tile(128, 256, 64, 8, 3, group=8),
-    "up_grad": Tile(128, 256, 64, 8, 3, group=8),
-    "weight_grad": Tile(128, 256, 32, 8, 5),
-}
 # Pairs and columns of one program of the activation's gradient.
 ACT_ROWS, ACT_COLUMNS = 8, 256
 
@@ -73,6 +56,39 @@ def fused_experts(
     return _FusedExperts.apply(  # type: ignore[no-any-return]
         rows_RD, weights_RK, w_gate_up_E2FD, w_down_EDF, b_gate_up_E2F, b_down_ED, pairs, activation
     )
+
+
+def tune(
+    num_pairs: int, num_experts: int, dim: int, hidden: int, device: torch.device
+) -> dict[tuple[str, Shape], Tile]:
+    """Choose the kernels' tiles for experts of this size by measuring (moe/tiles.py); seconds, once per card.
+
+    Args:
+        num_pairs: (row, expert) pairs that a step is expected to have, spread evenly.
+    """
+    source = hashlib.blake2b(Path(kernels.__file__).read_bytes(), digest_size=4).hexdigest()
+    card = f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}, kernels {source}"
+    return choose_tiles(_works(num_pairs, num_experts, dim, hidden, device), card)
+
+
+def _works(P: int, E: int, D: int, F: int, device: torch.device) -> dict[tuple[str, Shape], Work]:
+    """A launch of every kernel on random numbers."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    rows_P = torch.arange(P, dtype=torch.int32, device=device)
+    offsets_E = (torch.arange(1, E + 1, device=device) * P // E).int()
+    weights_P, x_PD, h_PH, a_PF = torch.rand(P, device=device), randn(P, D), randn(P, 2 * F), randn(P, F)
+    w_up, w_down = randn(E, 2, F, D), randn(E, D, F)
+    return {
+        ("up", (E, D, F)): partial(up, x_PD, rows_P, weights_P, w_up, None, offsets_E, "swiglu"),
+        ("down", (E, F, D)): partial(down, a_PF, w_down, None, weights_P, offsets_E),
+        ("act_grad", (E, D, F)): partial(act_grad, x_PD, weights_P, w_down, offsets_E, h_PH, "swiglu"),
+        ("up_grad", (E, 2 * F, D)): partial(up_grad, h_PH, w_up, offsets_E),
+        ("weight_grad", (E, D, F)): partial(weight_grad, x_PD, a_PF, offsets_E),
+        ("weight_grad", (E, 2 * F, D)): partial(weight_grad, h_PH, x_PD, offsets_E),
+    }
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -110,10 +126,11 @@ class _FusedExperts(torch.autograd.Function):
             # As products with a one-hot matrix: no atomics.
             of_expert_PE = _one_hot(offsets_E, dout_PD)
             if b_down_ED is not None:
-                dots_P = dots_P + ((dout_PD @ b_down_ED.T) * of_expert_PE).sum(1)
-                db_down_ED = (of_expert_PE * weights_P[:, None]).to(dout_PD.dtype).T @ dout_PD
+                known_PD = clear_tail_(dout_PD, offsets_E)
+                dots_P = dots_P + ((known_PD @ b_down_ED.T) * of_expert_PE).sum(1)
+                db_down_ED = (of_expert_PE * weights_P[:, None]).to(known_PD.dtype).T @ known_PD
             if b_gate_up_E2F is not None:
-                db_gate_up_E2F = (of_expert_PE.T @ dh_PH).view_as(b_gate_up_E2F)
+                db_gate_up_E2F = (of_expert_PE.T @ clear_tail_(dh_PH, offsets_E)).view_as(b_gate_up_E2F)
         del dout_PD, a_PF
         d_rows_RD = gather_sum(up_grad(dh_PH, w_gate_up_E2FD, offsets_E), slots_RK)
         rows_PD = expand_rows(rows_RD, slots_RK, weights_P.shape[0])
@@ -133,7 +150,8 @@ def up(
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """h (P, 2F), gate first, and w[p] * act(h[p]) (P, F)."""
-    (E, _, F, D), P, tile = w_E2FD.shape, rows_P.shape[0], TILES["up"]
+    (E, _, F, D), P = w_E2FD.shape, rows_P.shape[0]
+    tile = tile_for("up", (E, D, F))
     h_PH, a_PF = rows_RD.new_empty(P, 2 * F), rows_RD.new_empty(P, F)
     if P:
         w_desc = TensorDescriptor.from_tensor(w_E2FD.view(E * 2, F, D), [2, tile.n, tile.k])
@@ -162,7 +180,7 @@ def _(
 @torch.library.custom_op("sluicegate::experts_down", mutates_args=())
 def down(a_PF: Tensor, w_EDF: Tensor, b_ED: Tensor | None, weights_P: Tensor, offsets_E: Tensor) -> Tensor:
     """(P, D): W[e] a[p] + w[p] b[e]."""
-    return _rows_times(a_PF, w_EDF, offsets_E, TILES["down"], False, b_ED, weights_P)
+    return _rows_times("down", a_PF, w_EDF, offsets_E, False, b_ED, weights_P)
 
 
 @down.register_fake  # pyright: ignore[reportUnknownMemberType]
@@ -173,7 +191,7 @@ def _(a_PF: Tensor, w_EDF: Tensor, b_ED: Tensor | None, weights_P: Tensor, offse
 @torch.library.custom_op("sluicegate::experts_up_grad", mutates_args=())
 def up_grad(dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
     """(P, D): W[e]^T dh[p]."""
-    return _rows_times(dh_PH, w_E2FD.flatten(1, 2), offsets_E, TILES["up_grad"], True)
+    return _rows_times("up_grad", dh_PH, w_E2FD.flatten(1, 2), offsets_E, True)
 
 
 @up_grad.register_fake  # pyright: ignore[reportUnknownMemberType]
@@ -187,7 +205,7 @@ def act_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh (P, 2F), w[p] * act(h[p]) (P, F), and <da, act(h)> (P,) in fp32, where da[p] = W[e]^T dout[p]."""
     P, E, F = h_PH.shape[0], w_EDF.shape[0], w_EDF.shape[2]
-    da_PF = _rows_times(dout_PD, w_EDF, offsets_E, TILES["act_grad"], True)
+    da_PF = _rows_times("act_grad", dout_PD, w_EDF, offsets_E, True)
     dh_PH, dots_P = torch.empty_like(h_PH), torch.empty(P, dtype=torch.float32, device=h_PH.device)
     if P:
         act_grad_kernel[(triton.cdiv(P, ACT_ROWS),)](
@@ -208,7 +226,8 @@ def _(
 @torch.library.custom_op("sluicegate::experts_weight_grad", mutates_args=())
 def weight_grad(left_PM: Tensor, right_PN: Tensor, offsets_E: Tensor) -> Tensor:
     """(E, M, N): the sum over each expert's pairs of left[p] right[p]^T; exactly zero for an expert without pairs."""
-    E, tile = offsets_E.shape[0], TILES["weight_grad"]
+    E = offsets_E.shape[0]
+    tile = tile_for("weight_grad", (E, left_PM.shape[1], right_PN.shape[1]))
     out_EMN = left_PM.new_empty(E, left_PM.shape[1], right_PN.shape[1])
     if left_PM.shape[0] == 0:
         return out_EMN.zero_()
@@ -227,16 +246,17 @@ def _(left_PM: Tensor, right_PN: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _rows_times(
+    kernel: str,
     a_PI: Tensor,
     w_E: Tensor,
     offsets_E: Tensor,
-    tile: Tile,
     transposed: bool,
     bias_EO: Tensor | None = None,
     weights_P: Tensor | None = None,
 ) -> Tensor:
     """w[e] a[p] with w (E, O, I); or, transposed, w[e]^T a[p] with w (E, I, O)."""
     inner, width = a_PI.shape[1], w_E.shape[2 if transposed else 1]
+    tile = tile_for(kernel, (w_E.shape[0], inner, width))
     out_PO = a_PI.new_empty(a_PI.shape[0], width)
     if a_PI.shape[0] == 0:
         return out_PO
@@ -275,7 +295,7 @@ def _launch(tensor: Tensor, tile: Tile) -> dict[str, Any]:
 
 
 def _one_hot(offsets_E: Tensor, like_PX: Tensor) -> Tensor:
-    """(P, E): 1 at the expert of each pair."""
+    """(P, E): 1 at the expert of each pair, none behind the last pair."""
     pair = torch.arange(like_PX.shape[0], device=like_PX.device)
     expert_P = torch.searchsorted(offsets_E, pair, right=True)
-    return torch.nn.functional.one_hot(expert_P, offsets_E.shape[0]).to(like_PX.dtype)
+    return (expert_P[:, None] == torch.arange(offsets_E.shape[0], device=like_PX.device)).to(like_PX.dtype)

@@ -73,8 +73,8 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x_PI: Tensor, weight_EOI: Tensor, offsets_E: Tensor, exact: bool) -> Tensor:
         ctx.save_for_backward(x_PI, weight_EOI, offsets_E)
         ctx.exact = exact
-        y_PO = _grouped_mm(x_PI, weight_EOI.transpose(-2, -1), offsets_E)
-        return y_PO if exact else _clear_tail(y_PO, offsets_E)
+        y_PO = grouped_mm(x_PI, weight_EOI.transpose(-2, -1), offsets_E)
+        return y_PO if exact else clear_tail_(y_PO, offsets_E)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -82,15 +82,20 @@ class _GroupedLinear(torch.autograd.Function):
         dy_PO = grads[0].contiguous()
         dx_PI = dw_EOI = None
         if ctx.needs_input_grad[0]:
-            dx_PI = _grouped_mm(dy_PO, weight_EOI, offsets_E)
-            dx_PI = dx_PI if ctx.exact else _clear_tail(dx_PI, offsets_E)
+            dx_PI = grouped_mm(dy_PO, weight_EOI, offsets_E)
+            dx_PI = dx_PI if ctx.exact else clear_tail_(dx_PI, offsets_E)
         if ctx.needs_input_grad[1]:
-            dw_EOI = _grouped_mm(dy_PO.t(), x_PI, offsets_E)
-            zero_empty_groups_(dw_EOI, offsets_E)
+            dw_EOI = weight_gradient(dy_PO.t(), x_PI, offsets_E)
         return dx_PI, dw_EOI, None, None
 
 
-def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
+def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
+    """`torch.nn.functional.grouped_mm`, also where there is nothing to multiply.
+
+    Args:
+        a: (P, X) rows in groups with b (E, X, Y): (P, Y), undefined past the last offset. Or (X, P) with b (P, Y):
+            (E, X, Y), undefined for empty groups (`weight_gradient` defines it).
+    """
     if a.numel() == 0:
         # No rows anywhere on this rank: the kernels need not support it.
         shape = (a.shape[0], b.shape[-1]) if b.dim() == 3 else (offsets_E.shape[0], a.shape[0], b.shape[1])
@@ -98,6 +103,14 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     return F.grouped_mm(a, b, offs=offsets_E)
 
 
-def _clear_tail(rows_PX: Tensor, offsets_E: Tensor) -> Tensor:
+def weight_gradient(dy_OP: Tensor, x_PI: Tensor, offsets_E: Tensor) -> Tensor:
+    """dw_EOI[e] = dy @ x over the rows of expert e; exactly zero for an expert without rows."""
+    dw_EOI = grouped_mm(dy_OP, x_PI, offsets_E)
+    zero_empty_groups_(dw_EOI, offsets_E)
+    return dw_EOI
+
+
+def clear_tail_(rows_PX: Tensor, offsets_E: Tensor) -> Tensor:
+    """Zero, in place, the rows that no expert owns."""
     row = torch.arange(rows_PX.shape[0], device=rows_PX.device)
     return rows_PX.masked_fill_((row >= offsets_E[-1])[:, None], 0)

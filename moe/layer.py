@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comms.all_to_all import combine, dispatch, plan_dispatch
+from comms.all_to_all import AS_IT_IS, Plan, combine, dispatch, plan_dispatch
 from comms.collectives import gather_dim, gather_over_ranks, reduce_scatter, sum_over_ranks
 from comms.split_sequence import SplitSequence
+from comms.symmetric_exchange import plan_exchange
+from comms.symmetric_memory import Exchange
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
 from moe.feed_forward import FeedForward
@@ -72,6 +74,7 @@ class MoE(nn.Module):
         etp_group    the ranks that share the hidden units of each expert
         data_group   the ranks whose tokens make up one batch, for the batch-level auxiliary loss
         sequence     how the tokens of a sequence lie on ranks, for what is counted by sequence
+        exchange     symmetric memory through which the ranks of ep_group reach each other; None: collectives
     """
 
     expert_bias: Tensor | None
@@ -92,6 +95,11 @@ class MoE(nn.Module):
         self.etp_group: dist.ProcessGroup | None = None
         self.data_group: dist.ProcessGroup | None = None
         self.sequence: SplitSequence | None = None
+        self.exchange: Exchange | None = None
+        # What rows and gradients are sent as.
+        self.dispatch_payload = self.combine_payload = AS_IT_IS
+        # Among the MoE layers of the model: ranks that meet in an exchange must be in the same layer.
+        self.number = 0
 
     def forward(
         self, x_BSD: Tensor, token_mask_BS: Tensor | None = None, scale: BalanceScale | None = None
@@ -136,14 +144,23 @@ class MoE(nn.Module):
         owner_TK = torch.where(ids_TK >= 0, ids_TK // experts_per_rank, -1)
         items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(num_ranks)], dim=1)
         every_id_used = self.config.capacity_factor is None and mask_T is None
-        plan = plan_dispatch(items_TN, self.ep_group, ids_TK.numel() if every_id_used else None)
+        plan = self.plan(items_TN, ids_TK.numel() if every_id_used else None)
 
-        rows_RD, weights_RK, ids_RK = dispatch(plan, x_TD, weights_TK, ids_TK)
+        rows_RD, weights_RK, ids_RK = dispatch(plan, x_TD, weights_TK, ids_TK, self.dispatch_payload)
         first = 0 if self.ep_group is None else self.ep_group.rank() * experts_per_rank
         is_ours_RK = (ids_RK >= first) & (ids_RK < first + experts_per_rank)
-        out_RD = self.experts(rows_RD, torch.where(is_ours_RK, ids_RK - first, -1), weights_RK, plan.num_items)
-        y_TD = combine(plan, out_RD)
+        local_ids_RK = torch.where(is_ours_RK, ids_RK - first, -1)
+        out_RD = self.experts(rows_RD, local_ids_RK, weights_RK, plan.num_items, plan.is_exact)
+        y_TD = combine(plan, out_RD, self.combine_payload)
         return y_TD if self.etp_group is None else reduce_scatter(y_TD, 0, self.etp_group.group_name)
+
+    def plan(self, items_TN: Tensor, num_items: int | None) -> Plan:
+        """Who sends which rows to whom. `num_items` is their number in all, if known."""
+        if self.exchange is None:
+            return plan_dispatch(items_TN, self.ep_group, num_items)
+        experts_per_rank = self.config.num_experts // items_TN.shape[1]
+        room = self.exchange.layout.row_bound * min(self.config.top_k, experts_per_rank)
+        return plan_exchange(items_TN, self.exchange, self.number, room)
 
     def balance(self, routing: Routing, mask_T: Tensor | None, seq_len: int, scale: BalanceScale | None) -> MoEStats:
         """Counts, and the auxiliary losses where training asks for them."""

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from moe.low_precision_linear import LowPrecisionLinear, low_precision_linear
+
 
 class LinearMaps:
     """All weights are here: nothing moves."""
@@ -37,6 +39,13 @@ class LinearMaps:
     def join_vocabulary(self, logits_BCV: Tensor) -> Tensor:
         """The logits of the whole vocabulary."""
         return logits_BCV
+
+
+def apply_weight(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x through `weight`, this rank's part of the map's weight, in the precision of the map: (..., X) -> (..., Y)."""
+    if isinstance(linear, LowPrecisionLinear):
+        return low_precision_linear(x, weight, bias, linear.recipe)
+    return F.linear(x, weight, bias)
 
 
 def local(weight: Tensor) -> Tensor:

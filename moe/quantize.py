@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from comms.kernels.codec import dequantize, quantize
-from moe.kernels.quantize import gather_places, quantize_both, quantize_columns
+from moe.kernels.quantize import gather_places, num_places, quantize_both, quantize_columns
 
 ROWS_PER_TILE, SCALES_PER_TILE = 128, 4
 
@@ -46,6 +46,11 @@ class Quantized(NamedTuple):
         assert self.row_block == 1, "rows that share a scale cannot be moved one by one"
         values = gather_places(self.values.view(torch.uint8), places_Q).view(self.values.dtype)
         return self._replace(values=values, scales=gather_places(self.scales, places_Q))
+
+    def transpose(self) -> "Quantized":
+        """Each matrix the other way round, as views; blocks must be square, or the scales would lie across them."""
+        assert self.row_block == self.block, "blocks of rows become blocks of columns: quantize the transpose instead"
+        return self._replace(values=self.values.transpose(-1, -2), scales=self.scales.transpose(-1, -2))
 
     def as_mxfp8(self) -> "Quantized":
         """The same numbers with one scale for 1 x 32, each scale repeated."""
@@ -148,6 +153,15 @@ def swizzle_column_groups(scales_DS: Tensor, offsets_E: Tensor) -> Tensor:
     target_DS = torch.where(expert_S < offsets_E.shape[0], target_DS, size)
     out = scales_DS.new_zeros(size + 1).scatter_(0, target_DS.flatten(), scales_DS.flatten())
     return out[:size].view(rows, -1)
+
+
+def places_of_rows(num_rows: int, offsets_E: Tensor, align: int) -> Tensor:
+    """place_P: where `pad_groups` puts each row (the inverse of its places); rows of no expert share the last place."""
+    starts_E, padded_starts_E = _padded_starts(offsets_E, align)
+    row_P = torch.arange(num_rows, device=offsets_E.device)
+    expert_P = torch.searchsorted(offsets_E, row_P, right=True).clamp(max=offsets_E.shape[0] - 1)
+    place_P = row_P - starts_E[expert_P] + padded_starts_E[expert_P]
+    return place_P.clamp(max=num_places(num_rows, offsets_E.shape[0], align) - 1)
 
 
 def _padded_starts(offsets_E: Tensor, unit: int) -> tuple[Tensor, Tensor]:

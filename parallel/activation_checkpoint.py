@@ -25,7 +25,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-import comms.all_to_all  # noqa: F401  (registers operators named below)
+import comms.all_to_all
+import comms.symmetric_exchange  # noqa: F401
 import moe.router  # noqa: F401
 import parallel.ring_attention  # noqa: F401
 
@@ -51,6 +52,8 @@ def exchange_operators() -> set[Any]:
     return {
         ops.dispatch_records.default,
         ops.exchange_counts.default,
+        ops.exchange_routes.default,
+        ops.symmetric_dispatch.default,
         ops.sum_over_ranks.default,
         ops.gather_over_ranks.default,
         ops.keep_choice.default,

@@ -7,9 +7,15 @@ With etp > 1 a rank's experts have their share of the hidden units, and their re
 bias of the down map is whole on every rank and added by one of them.
 """
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from comms.backend import BackendChoice, choose_backend
+from comms.config import CommsConfig
+from comms.payload import Payload
+from comms.symmetric_exchange import describe_tag
+from comms.symmetric_memory import create_exchange, plan_layout
 from moe.layer import MoE
 from parallel.mesh import Mesh, check_experts
 from parallel.tensor_parallel import split_parameter
@@ -37,6 +43,40 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> int:
             for name, parameter in list(layer.experts.named_parameters(recurse=False)):
                 setattr(layer.experts, name, _split(name, parameter, mesh))
     return len(layers)
+
+
+def connect_experts(
+    model: nn.Module, mesh: Mesh, comms: CommsConfig, max_tokens: int, dtype: torch.dtype
+) -> BackendChoice:
+    """Choose how rows reach the experts and tell every MoE layer. Collective.
+
+    Args:
+        max_tokens: the most tokens that a rank brings to a MoE layer in one pass.
+        dtype: of the rows.
+
+    Raises:
+        ValueError: a backend that was asked for cannot run here.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    for layer in layers:
+        layer.dispatch_payload = Payload(comms.payload.dispatch, comms.payload.dispatch_grad)
+        layer.combine_payload = Payload(comms.payload.combine, comms.payload.combine_grad)
+    choice = choose_backend(comms, mesh.ep_group, mesh.device)
+    if choice.backend != "symm_mem" or not layers:
+        return choice
+    assert mesh.ep_group is not None
+    config, dim = layers[0].config, layers[0].router.weight.shape[1]
+    side_bytes = config.top_k * (max(dtype.itemsize, 4) + 4)
+    max_tokens *= mesh.config.etp
+    layout = plan_layout(
+        mesh.config.ep, max_tokens, config.top_k, dim * dtype.itemsize, side_bytes, comms.capacity
+    )  # fmt: skip
+    exchange = create_exchange(
+        mesh.ep_group, mesh.device, layout, max_tokens, mesh.config.timeout_seconds, comms.num_ctas, describe_tag
+    )
+    for number, layer in enumerate(layers):
+        layer.exchange, layer.number = exchange, number
+    return choice
 
 
 def _split(name: str, parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:

@@ -13,6 +13,8 @@ import torch.distributed.tensor._redistribute as redistribute
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from comms.symmetric_memory import forget_exchanges
+
 
 @contextmanager
 def process_group(timeout_seconds: int) -> Iterator[torch.device]:
@@ -36,6 +38,7 @@ def process_group(timeout_seconds: int) -> Iterator[torch.device]:
     try:
         yield device
     finally:
+        forget_exchanges()
         dist.destroy_process_group()
 
 
@@ -52,6 +55,7 @@ def temporary_groups() -> Iterator[None]:
         # A rank that is done must not hang up on one that still reads its last message.
         dist.barrier()
     finally:
+        forget_exchanges()
         for group in set(groups) - before:
             dist.destroy_process_group(group)
         _forget_meshes()

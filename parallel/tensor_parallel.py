@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from comms.collectives import all_reduce, gather_dim, reduce_scatter
-from moe.linear_maps import LinearMaps, local
+from moe.linear_maps import LinearMaps, apply_weight, local
 from parallel.mesh import Mesh
 
 TOKENS = 1
@@ -107,7 +107,7 @@ class TensorParallelMaps(LinearMaps):
 
     def contract(self, x_BCX: Tensor, linear: nn.Linear) -> Tensor:
         """This rank's part of the sum, added up over the ranks, of which it keeps its own tokens."""
-        y_BLY = reduce_scatter(F.linear(x_BCX, local(linear.weight)), TOKENS, self.group)
+        y_BLY = reduce_scatter(apply_weight(linear, x_BCX, local(linear.weight)), TOKENS, self.group)
         return y_BLY if linear.bias is None else y_BLY + linear.bias
 
     def gather(self, x_BLX: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class TensorParallelMaps(LinearMaps):
 
     def _columns(self, x_BCX: Tensor, linear: nn.Linear) -> Tensor:
         bias = None if linear.bias is None else self._rows(linear.bias)
-        return F.linear(x_BCX, self._rows(linear.weight), bias)
+        return apply_weight(linear, x_BCX, self._rows(linear.weight), bias)
 
     def _rows(self, weight: Tensor) -> Tensor:
         """A split weight's slice; of key and value maps that are not split, the rows of this rank's head."""

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 
+from comms.backend import BackendChoice
 from parallel.mesh import Mesh
 from trainer.build import meta_model
 from trainer.config import Config
 from trainer.models.transformer import count_parameters
+from trainer.precision import apply_precision
 from trainer.run import RunFolder
 
 # Counts of a source that a person should hear of, when they are not zero.
@@ -18,8 +20,15 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
 
 
 def describe_run(config: Config, folder: RunFolder, mesh: Mesh) -> str:
-    """Run, model, layout and length, a line each."""
-    total, active = count_parameters(meta_model(config))
+    """Run, model, layout, a low-precision recipe and length, a line each.
+
+    Raises:
+        ValueError: precision that this device or model cannot have (`apply_precision`): before data are read.
+    """
+    model = meta_model(config)
+    total, active = count_parameters(model)
+    conversion = apply_precision(model, config.precision, mesh.device)
+    recipe = "" if conversion is None else f"  recipe  {conversion}\n"
     train = config.train
     sizes = ", ".join(f"{axis}={size}" for axis in AXES if (size := getattr(mesh.config, axis)) > 1)
     processes = "1 process" if mesh.world_size == 1 else f"{mesh.world_size} processes"
@@ -27,8 +36,14 @@ def describe_run(config: Config, folder: RunFolder, mesh: Mesh) -> str:
         f"run {folder.run_id} (attempt {folder.attempt}) in {folder.path}\n"
         f"  model   {config.model.name}: {human(total)} parameters, {human(active)} active per token\n"
         f"  layout  {processes} on {mesh.device.type}{f': {sizes}' if sizes else ''}; {config.precision.recipe}\n"
+        f"{recipe}"
         f"  length  {train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens"
     )
+
+
+def describe_exchange(choice: BackendChoice) -> str:
+    """What brings rows to the experts of other ranks; empty where none leaves its rank."""
+    return "" if choice.backend == "none" else f"  experts  rows travel by {choice.backend}: {choice.reason}"
 
 
 def describe_data(kind: str, counts: Mapping[str, Mapping[str, int]]) -> str:

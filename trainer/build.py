@@ -2,17 +2,24 @@
 
 import torch
 
+from moe.experts import GroupedExperts
+from moe.fused_experts import tune
+from moe.grouped_gemm import resolve_backend
 from parallel.mesh import Mesh
 from parallel.parallelize import parallelize
 from trainer.config import Config
 from trainer.layout import check_layout
 from trainer.models.transformer import Transformer, init_rule, tensor_plan
+from trainer.precision import apply_precision
 
 # precision.recipe -> dtype of the parameters (the masters that the optimizer updates), dtype of forward and backward.
 DTYPES = {
     "bf16": (torch.float32, torch.bfloat16),
     "fp32": (torch.float32, torch.float32),
     "fp64": (torch.float64, torch.float64),
+    # What trainer/precision.py does not convert is as in bf16.
+    "mxfp8": (torch.float32, torch.bfloat16),
+    "fp8_blockwise": (torch.float32, torch.bfloat16),
 }
 
 
@@ -20,34 +27,48 @@ def build_model(config: Config, mesh: Mesh) -> Transformer:
     """The model of a run on its device, laid out by the mesh, with its initial weights.
 
     Raises:
-        ValueError: for a recipe that this version cannot run, or sizes that do not fit the mesh.
+        ValueError: for a recipe that this device cannot run, or sizes that do not fit the mesh.
     """
-    if config.precision.recipe not in DTYPES:
-        raise ValueError(
-            f"precision.recipe={config.precision.recipe} is not available in this version; use one of "
-            f"{', '.join(DTYPES)}."
-        )
     master, compute = DTYPES[config.precision.recipe]
     _check_alignment(config, mesh)
     check_layout(config, mesh.config)
     model = meta_model(config, master)
     model.head.compile_chunks = config.parallel.compile
     model.sequence = mesh.sequence
-    parallelize(
+    model.exchange_choice = parallelize(
         model,
         model.layers,
         mesh,
+        config.comms,
         tensor_plan=tensor_plan(config.model, mesh.config.tp),
         compute_dtype=compute,
+        max_tokens=config.train.micro_batch_size * -(-config.train.seq_len // (mesh.config.cp * mesh.config.tp)),
         rule_of=lambda name: init_rule(name, config.model),
         seed=config.run.seed,
+        apply_precision=lambda model: apply_precision(model, config.precision, mesh.device),
     )
     return model
 
 
+def choose_expert_tiles(model: Transformer, config: Config, mesh: Mesh) -> None:
+    """Have the fused expert kernels measure how to cut their work (moe/tiles.py): now, not in the middle of a step.
+
+    Other backends have nothing to choose.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    compute = DTYPES[config.precision.recipe][1]
+    if not layers or resolve_backend(layers[0].config.backend, compute, mesh.device) != "fused":
+        return
+    moe, sizes = config.model.moe, mesh.config
+    # A balanced load: each rank's tokens go to top_k experts each, of whichever ranks.
+    tokens = config.train.micro_batch_size * config.train.seq_len * sizes.etp // (sizes.cp * sizes.tp)
+    experts, hidden = moe.num_experts // sizes.ep, moe.expert_dim // sizes.etp
+    tune(tokens * moe.top_k, experts, config.model.dim, hidden, mesh.device)
+
+
 def _check_alignment(config: Config, mesh: Mesh) -> None:
     """Grouped GEMMs on GPUs read rows of whole 16 bytes: 8 numbers in bf16."""
-    if mesh.device.type != "cuda" or config.precision.recipe != "bf16":
+    if mesh.device.type != "cuda" or DTYPES[config.precision.recipe][1] != torch.bfloat16:
         return
     for key, value in (("model.dim", config.model.dim), ("model.moe.expert_dim", config.model.moe.expert_dim)):
         if value % 8:

@@ -48,8 +48,13 @@ class PrecisionConfig:
 
     # bf16 | fp32 | fp64 | mxfp8 | fp8_blockwise
     recipe: str = "bf16"
-    # Dense linears that take the recipe too: patterns over module names.
+    # mxfp8: weight gradients as the recipe has them (recipe), or in bf16.
+    wgrad: str = "recipe"
+    # Dense linears that compute in mxfp8 or fp8_blockwise, beside the routed experts: patterns over module names, like
+    # layers.*.attention.wq, *.shared.*, *feed_forward*. No pattern reaches router, embedding or head.
     linears: list[str] = field(default_factory=list)
+    # Of those, the ones that stay in bf16: by default the maps of keys and values, and attention's output.
+    linears_exclude: list[str] = field(default_factory=lambda: ["*.wk", "*.wv", "*.wkv_a", "*.wkv_b", "*.wo"])
 
 
 @dataclass

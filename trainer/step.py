@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from comms.symmetric_memory import exchanges
 from moe.layer import BalanceScale, MoE
 from moe.load_balance import update_expert_bias
 from parallel.mesh import Mesh
@@ -91,6 +92,9 @@ def train_step(
     sum_shared_gradients(model, mesh)
     grad_norm = clip_grad_norm(model, config.optim.max_grad_norm)
     updated = may_update is None or may_update(loss, grad_norm)
+    # The host has waited for this step: what its exchanges met is known.
+    for exchange in exchanges():
+        exchange.check()
     if updated:
         optimizer.step()
         move_expert_bias(model, counts)

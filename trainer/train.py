@@ -22,8 +22,8 @@ import torch
 
 from parallel.mesh import build_mesh
 from parallel.process_group import process_group
-from trainer.banner import describe_data, describe_run
-from trainer.build import build_model
+from trainer.banner import describe_data, describe_exchange, describe_run
+from trainer.build import build_model, choose_expert_tiles
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import find_checkpoint
 from trainer.compose import config_from_command_line, exit_with_mistake
@@ -130,6 +130,9 @@ class Trainer:
             self.eval_sets = build_eval_sets(config, self.tokenizer, rank, size)
         self.tell_data()
         self.model = build_model(config, mesh)
+        if said := describe_exchange(self.model.exchange_choice):
+            self.metrics.say(said)
+        choose_expert_tiles(self.model, config, mesh)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.checkpointer = Checkpointer(
             folder.path / "checkpoints",

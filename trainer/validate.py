@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe.config import MoEConfig
+from moe.config import LOW_PRECISION, MoEConfig
 from parallel.config import ParallelConfig, either, nearest_divisors
 from trainer.choices import AVAILABLE, BOUNDS, CHOICES
-from trainer.config import Config, SourceConfig, TrainConfig
+from trainer.config import Config, PrecisionConfig, SourceConfig, TrainConfig
 from trainer.hf_config import HF_PREFIX, choose_family
 from trainer.hf_families import FAMILIES
 from trainer.models.config import ROPE_SETTINGS, AttentionConfig, ModelConfig, RopeConfig
@@ -273,11 +273,33 @@ def _check_groups(moe: MoEConfig) -> None:
 
 
 def _check_precision(config: Config) -> None:
-    backend = config.model.moe.backend
-    if config.precision.recipe == "fp64" and backend not in ("auto", "reference"):
+    """What precision.linears names, and whether dims fit, is checked against the model (trainer/precision.py)."""
+    backend, precision = config.model.moe.backend, config.precision
+    if precision.recipe in LOW_PRECISION and backend not in ("auto", "grouped_mm"):
+        raise ValueError(
+            f"model.moe.backend={backend} does not compute in precision.recipe={precision.recipe}; set "
+            "model.moe.backend=auto"
+        )
+    _check_unused(precision)
+    if precision.recipe == "fp64" and backend not in ("auto", "reference"):
         raise ValueError(
             f"model.moe.backend={backend} does not compute in precision.recipe=fp64; set model.moe.backend=reference"
         )
+    for field in dataclasses.fields(config.comms.payload):
+        key, payload = f"comms.payload.{field.name}", getattr(config.comms.payload, field.name)
+        if payload == "mxfp8" and config.precision.recipe == "fp64":
+            raise ValueError(f"{key}=mxfp8 does not code rows of precision.recipe=fp64; set {key}=model")
+
+
+def _check_unused(precision: PrecisionConfig) -> None:
+    """Settings of low-precision recipes where there is none."""
+    plain = "" if precision.recipe in LOW_PRECISION else f"precision.recipe={precision.recipe}"
+    alone = "" if precision.linears else "precision.linears=[]"
+    for key, without in (("linears", plain), ("wgrad", plain), ("linears_exclude", alone)):
+        value = getattr(precision, key)
+        if without and value != getattr(PrecisionConfig(), key):
+            text = f"[{','.join(value)}]" if isinstance(value, list) else value
+            raise ValueError(f"precision.{key}={text} does nothing with {without}; leave it out, or change the latter")
 
 
 def _check_batch(config: Config) -> None:

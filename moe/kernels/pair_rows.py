@@ -35,7 +35,7 @@ def expand_rows(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
     """x_PD[slots_RK[r, k]] = x_RD[r], skipping slots of -1. No autograd: callers state their backward.
 
     Args:
-        slots_RK: int32 or int64; of its entries that are not -1 every number below num_pairs is one.
+        slots_RK: int32 or int64, each number at most once but -1. A row of the result that no slot names is undefined.
     """
     x_RD = x_RD.contiguous()
     if not _on_triton(x_RD):
@@ -59,7 +59,7 @@ def _(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
 def expand_rows_reference(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
     """`expand_rows` in plain PyTorch."""
     row, k = (slots_RK >= 0).nonzero(as_tuple=True)
-    rows_P = row.new_empty(num_pairs).scatter_(0, slots_RK[row, k].long(), row)
+    rows_P = row.new_zeros(num_pairs).scatter_(0, slots_RK[row, k].long(), row)
     return x_RD[rows_P]
 
 

@@ -46,8 +46,8 @@ def router_gradient_dropped() -> Iterator[None]:
     """The routing weights are detached before they cross the wire: the loss is right, the router does not learn."""
     original = moe.layer.dispatch
 
-    def dispatch(plan: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return original(plan, x_TD, weights_TK.detach(), ids_TK)
+    def dispatch(plan: Any, x_TD: Tensor, weights_TK: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return original(plan, x_TD, weights_TK.detach(), *rest)
 
     with patch.object(moe.layer, "dispatch", dispatch):
         yield
@@ -73,9 +73,9 @@ def experts_swapped_on_a_rank() -> Iterator[None]:
     """A rank takes its neighbour's experts for its own (an off-by-one in who owns what)."""
     original = moe.layer.GroupedExperts.forward
 
-    def forward(self: Any, rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor, num_pairs: int) -> Tensor:
+    def forward(self: Any, rows_RD: Tensor, ids_RK: Tensor, *rest: Any) -> Tensor:
         last = self.w_down.to_local().shape[0] - 1
-        return original(self, rows_RD, torch.where(ids_RK >= 0, last - ids_RK, ids_RK), weights_RK, num_pairs)
+        return original(self, rows_RD, torch.where(ids_RK >= 0, last - ids_RK, ids_RK), *rest)
 
     with patch.object(moe.layer.GroupedExperts, "forward", forward):
         yield
@@ -238,12 +238,12 @@ def router_copies_differ() -> Iterator[None]:
     """The last rank's copy of the first router has one weight of its own from the start."""
     original = trainer.build.parallelize
 
-    def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        model = original(model, *args, **kwargs)
+    def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        choice = original(model, *args, **kwargs)
         if dist.get_rank() == dist.get_world_size() - 1:
             with torch.no_grad():
                 model.layers["0"].moe.router.weight.to_local()[0, 0] += 1e-9
-        return model
+        return choice
 
     with patch.object(trainer.build, "parallelize", parallelize):
         yield

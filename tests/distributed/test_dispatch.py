@@ -17,7 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from comms.all_to_all import combine, dispatch, plan_dispatch
+from comms.backend import choose_backend
+from comms.config import CommsConfig
+from comms.kernels.codec import pack_rows, unpack_rows
 from comms.kernels.gather_sum import gather_sum_reference
+from comms.payload import Payload
 from tests.distributed.harness import run_workers
 
 EXPERTS_PER_RANK = 2
@@ -250,6 +254,50 @@ def test_without_a_group_rows_stay_where_they_are() -> None:
         assert ours is given
     assert combine(plan, x_TD) is x_TD
     assert torch.equal(gather_sum_reference(x_TD, plan.slots_TN), x_TD)
+
+
+def check_coded_rows(pattern_name: str) -> None:
+    """Coding, moving and decoding is moving what was coded and decoded at home; so for gradients and sums."""
+    x_TD, weights_TK, ids_TK, items_TN = inputs(PATTERNS[pattern_name], 40, torch.bfloat16)
+    x_TD.requires_grad_()
+    plan = plan_dispatch(items_TN, dist.group.WORLD)
+
+    def coded(x: Tensor) -> Tensor:
+        return unpack_rows(pack_rows(x.detach()), 40, torch.bfloat16)
+
+    with recorded_exchanges() as calls:
+        rows_RD, *_ = dispatch(plan, x_TD, weights_TK, ids_TK, Payload("mxfp8", "mxfp8"))
+    # 40 values and 2 scales, rounded up to 16 bytes; then the side columns.
+    assert calls[0][2] == 48 + -(-8 * TOP_K // 16) * 16
+    assert torch.equal(rows_RD, dispatch(plan, coded(x_TD), weights_TK, ids_TK)[0])
+    upstream_RD = torch.randn_like(rows_RD)
+    assert torch.equal(
+        torch.autograd.grad(rows_RD, x_TD, upstream_RD)[0],
+        torch.autograd.grad(dispatch(plan, x_TD, weights_TK, ids_TK)[0], x_TD, coded(upstream_RD))[0],
+    )
+    partial_RD = torch.randn_like(rows_RD).requires_grad_()
+    out_TD = combine(plan, partial_RD, Payload("mxfp8", "mxfp8"))
+    assert torch.equal(out_TD, combine(plan, coded(partial_RD)))
+    upstream_TD = torch.randn_like(out_TD)
+    assert torch.equal(
+        torch.autograd.grad(out_TD, partial_RD, upstream_TD)[0],
+        torch.autograd.grad(combine(plan, partial_RD), partial_RD, coded(upstream_TD))[0],
+    )
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_rows_coded_as_mxfp8_are_those_coded_at_home(pattern: str) -> None:
+    run_workers(check_coded_rows, 2, pattern)
+
+
+def check_symm_mem_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"comms.backend=symm_mem cannot run here: it needs GPUs; use"):
+        choose_backend(CommsConfig(backend="symm_mem"), dist.group.WORLD, torch.device("cpu"))
+    assert choose_backend(CommsConfig(), dist.group.WORLD, torch.device("cpu")).backend == "collective"
+
+
+def test_a_backend_that_cannot_run_is_never_replaced_by_another() -> None:
+    run_workers(check_symm_mem_is_refused, 2)
 
 
 def check_layer_rows() -> None:

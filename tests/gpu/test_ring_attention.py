@@ -20,10 +20,10 @@ from parallel.block_attention import Rule, Tile, attend, choose_kernel
 from parallel.context_parallel import ContextParallel, context_attention
 from parallel.process_group import process_group
 from parallel.ring_attention import backward_of, forward_over
-from tests.distributed.harness import free_port
 from tests.ring_in_one_process import ring_in_one_process, visible
 from trainer.models.config import AttentionConfig
 from trainer.models.inner_attention import plan_sequences, reference_attention
+from trainer.worker_pool import free_port
 
 pytestmark = pytest.mark.gpu
 

@@ -1,5 +1,5 @@
-"""Kernels are interpreted when TRITON_INTERPRET=1 is set before triton is imported: tests/unit/test_interpreter.py
-starts a process of its own with it. Elsewhere there is nothing here to run.
+"""Kernels are interpreted when TRITON_INTERPRET=1 is set before triton is imported: tests/unit/conftest.py starts
+a process of its own with it. Elsewhere there is nothing here to run.
 """
 
 import os

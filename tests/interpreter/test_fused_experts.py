@@ -3,14 +3,17 @@
 Bound 1e-5: fp32 rounding of sums over at most 48 terms (seen: 2e-7); a dropped row, tile or term shows as 1e-2 or more.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from moe import fused_experts as fused
+from moe import tiles
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
-from moe.fused_experts import Tile
+from moe.tiles import Tile
 
 BOUND = 1e-5
 # Blocks that these sizes fill once, several times and in part; the epilogues' parts as on a GPU.
@@ -25,7 +28,7 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "TILES", SMALL)
+    monkeypatch.setattr(tiles, "CANDIDATES", {kernel: (tile,) for kernel, tile in SMALL.items()})
 
 
 def choose(num_rows: int, config: MoEConfig, routing: str) -> Tensor:
@@ -42,8 +45,14 @@ def choose(num_rows: int, config: MoEConfig, routing: str) -> Tensor:
     return torch.where(torch.rand(ids.shape, generator=generator) < 0.2, -1, ids)
 
 
-def results(backend: str, dtype: torch.dtype, config: MoEConfig, dim: int, ids_RK: Tensor) -> dict[str, Tensor]:
-    """Output and every gradient, by name; the same numbers whatever the dtype."""
+def results(
+    backend: str, dtype: torch.dtype, config: MoEConfig, dim: int, ids_RK: Tensor, room: int | None = None
+) -> dict[str, Tensor]:
+    """Output and every gradient, by name; the same numbers whatever the dtype.
+
+    Args:
+        room: 4 rows of NaN without ids follow, whose gradients are NaN too, and room for so many pairs more.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -54,10 +63,19 @@ def results(backend: str, dtype: torch.dtype, config: MoEConfig, dim: int, ids_R
         for parameter in layer.parameters():
             parameter.copy_(draw(*parameter.shape, scale=parameter.shape[-1] ** -0.5))
     rows, weights = draw(ids_RK.shape[0], dim).requires_grad_(), draw(*ids_RK.shape).abs().requires_grad_()
-    out = layer(rows, ids_RK, weights, int((ids_RK >= 0).sum()))
+    num_rows, num_pairs = ids_RK.shape[0], int((ids_RK >= 0).sum())
     leaves = {"rows": rows, "weights": weights, **dict(layer.named_parameters())}
-    grads = torch.autograd.grad(out, list(leaves.values()), draw(*out.shape))
-    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+    upstream = draw(num_rows, dim)
+    if room is None:
+        out = layer(rows, ids_RK, weights, num_pairs)
+    else:
+        behind = torch.full((4, dim), float("nan"), dtype=dtype)
+        ids_RK = torch.cat([ids_RK, ids_RK.new_full((4, ids_RK.shape[1]), -1)])
+        weights = torch.cat([weights, weights.new_zeros(4, weights.shape[1])])
+        out = layer(torch.cat([rows, behind]), ids_RK, weights, num_pairs + room, exact=False)
+        upstream = torch.cat([upstream, behind])
+    grads = torch.autograd.grad(out, list(leaves.values()), upstream)
+    return {"out": out[:num_rows].detach(), **dict(zip(leaves, grads, strict=True))}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +99,24 @@ def test_equals_the_loop_over_experts(num_rows: int, dim: int, routing: str, opt
         size = expected.norm()
         error = (ours[name].double() - expected).norm() / size if size > 0 else ours[name].abs().max()
         assert error < BOUND, f"{name}: {float(error):.1e}"
+
+
+@pytest.mark.parametrize("backend", ["fused", "grouped_mm"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"activation": "clamped_swiglu", "linear_bias": True}, id="gpt_oss"),
+        pytest.param({"top_k": 1, "scores_before_experts": True}, id="llama4"),
+    ],
+)
+def test_room_for_more_pairs_changes_nothing(options: dict, backend: str) -> None:
+    """Memory behind the last pair starts as NaN here, and tables of indices as huge numbers."""
+    config = MoEConfig(**{"num_experts": 5, "top_k": 2, "expert_dim": 24, **options})
+    ids_RK = choose(11, config, "uniform")
+    expected = results(backend, torch.float32, config, 16, ids_RK)
+    for name, ours in results(backend, torch.float32, config, 16, ids_RK, room=9).items():
+        assert (ours - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
 
 
 def test_experts_without_pairs_get_gradients_of_exactly_zero() -> None:
@@ -107,3 +143,23 @@ def test_a_row_beyond_an_experts_end_does_not_reach_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(fused, "weight_grad", lambda left, right, offsets: original(left, right, offsets - 1))
     wrong = results("fused", torch.float32, config, 16, ids_RK)
     assert (right["w_down"] - wrong["w_down"]).norm() / right["w_down"].norm() > 1e-2
+
+
+def test_tuning_measures_what_launches_ask_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A choice under another shape than the one a launch names would never be used."""
+    monkeypatch.setenv("SLUICEGATE_CACHE", str(tmp_path))
+    other = Tile(16, 16, 16, 4, 2, 1)
+    monkeypatch.setattr(tiles, "CANDIDATES", {kernel: (tile, other) for kernel, tile in SMALL.items()})
+    monkeypatch.setattr(tiles, "_chosen", {})
+    works = fused._works(20, 2, 16, 32, torch.device("cpu"))
+    # The second candidate is the faster one, whatever it takes.
+    slow = dict.fromkeys(SMALL.values(), 2.0) | {other: 1.0}
+    for name, work in works.items():
+        assert tiles.choose_tiles({name: work}, "card", lambda _, name=name: slow[tiles.tile_for(*name)]) == {
+            name: other
+        }
+    asked: set[tuple[str, tiles.Shape]] = set()
+    monkeypatch.setattr(fused, "tile_for", lambda *name: asked.add(name) or tiles.tile_for(*name))
+    for work in works.values():
+        work()
+    assert asked == set(works)

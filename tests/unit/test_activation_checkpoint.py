@@ -90,9 +90,9 @@ def chosen_experts(mode: str) -> list[Tensor]:
     seen: list[Tensor] = []
     original = block.moe.experts.forward
 
-    def forward(rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor, num_pairs: int) -> Tensor:
+    def forward(rows_RD: Tensor, ids_RK: Tensor, *rest: Any) -> Tensor:
         seen.append(ids_RK.clone())
-        return original(rows_RD, ids_RK, weights_RK, num_pairs)
+        return original(rows_RD, ids_RK, *rest)
 
     block.moe.experts.forward = forward
     wrapped = apply_activation_checkpoint(block, mode)

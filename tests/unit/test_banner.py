@@ -1,8 +1,16 @@
 """What a run says of itself."""
 
-import pytest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from trainer.banner import describe_data, human
+import pytest
+import torch
+
+from parallel.config import ParallelConfig
+from tests.distributed.tiny_models import QWEN3
+from trainer.banner import describe_data, describe_run, human
+from trainer.config import Config, PrecisionConfig
 
 
 @pytest.mark.parametrize(
@@ -19,3 +27,24 @@ def test_every_source_has_a_line_that_tells_what_was_left_out() -> None:
         "  train    books: 1,234 documents, 5 M tokens, 2 files of invalid UTF-8 skipped",
         "  train    code: 1 documents, 10 tokens",
     ]
+
+
+def banner(precision: PrecisionConfig) -> list[str]:
+    folder: Any = SimpleNamespace(run_id="r", attempt=1, path=Path("runs/r"))
+    mesh: Any = SimpleNamespace(config=ParallelConfig(), world_size=1, device=torch.device("cpu"))
+    return describe_run(Config(model=QWEN3, precision=precision), folder, mesh).splitlines()
+
+
+def test_a_low_precision_recipe_has_a_line_that_tells_how_it_runs_here() -> None:
+    lines = banner(PrecisionConfig(recipe="fp8_blockwise", linears=["*.wq"]))
+    assert lines[2] == "  layout  1 process on cpu; fp8_blockwise"
+    assert lines[3] == (
+        "  recipe  fp8_blockwise: portable mode on the CPU, weight gradients in bf16; "
+        "layers.*.moe.experts (2), layers.*.attention.wq (2)"
+    )
+    assert len(banner(PrecisionConfig(recipe="bf16"))) == len(lines) - 1
+
+
+def test_what_does_not_fit_is_told_before_anything_else() -> None:
+    with pytest.raises(ValueError, match=r"needs dims that are multiples of 32"):
+        banner(PrecisionConfig(recipe="mxfp8"))

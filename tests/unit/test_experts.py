@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe.config import MoEConfig
-from moe.experts import GroupedExperts, sort_pairs, weighted_activation
+from moe.experts import GroupedExperts, sort_pairs, weighted_activation, within_bound
 from moe.reference import expert_activation, reference_experts
 
 CONFIG = MoEConfig(num_experts=4, top_k=3, expert_dim=16)
@@ -71,6 +71,42 @@ def test_equals_the_loop_over_experts(variant: str, num_rows: int, dtype: torch.
     for name, a, b in zip(names, ours, oracle, strict=True):
         error = float((a.double() - b).detach().abs().max()) / max(1.0, float(b.detach().abs().max()))
         assert error <= TOLERANCES[dtype], (name, error)
+
+
+@pytest.mark.parametrize("room", [0, 5, 100])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_room_for_more_rows_and_pairs_changes_nothing(variant: str, room: int) -> None:
+    """As after a dispatch whose counts the host does not know: rows of NaN without ids, and room for more pairs.
+
+    1e-6 of the largest value: elementwise kernels do the last few elements in another way than the rest.
+    """
+    experts = build(replace(CONFIG, **VARIANTS[variant]))
+    rows_RD, ids_RK, weights_RK = inputs(13, torch.float32)
+    num_pairs = int((ids_RK >= 0).sum())
+
+    def run(rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor, num_pairs: int, exact: bool) -> list[Tensor]:
+        leaves = [rows_RD.clone().requires_grad_(), weights_RK.clone().requires_grad_(), *experts.parameters()]
+        out_RD = experts(leaves[0], ids_RK, leaves[1], num_pairs, exact)
+        upstream_RD = torch.full_like(out_RD, float("nan"))
+        upstream_RD[:13] = torch.randn(13, DIM, generator=torch.Generator().manual_seed(9))
+        found = [out_RD, *torch.autograd.grad(out_RD, leaves, upstream_RD)]
+        return [found[0][:13], found[1][:13], found[2][:13], *found[3:]]
+
+    expected = run(rows_RD, ids_RK, weights_RK, num_pairs, True)
+    rows_RD = torch.cat([rows_RD, torch.full((4, DIM), float("nan"))])
+    ids_RK = torch.cat([ids_RK, torch.full((4, CONFIG.top_k), -1)])
+    weights_RK = torch.cat([weights_RK, torch.zeros(4, CONFIG.top_k)])
+    ours = run(rows_RD, ids_RK, weights_RK, min(num_pairs + room, ids_RK.numel()), False)
+    for a, b in zip(ours, expected, strict=True):
+        assert float((a - b).detach().abs().max()) <= 1e-6 * max(1.0, float(b.detach().abs().max()))
+
+
+def test_pairs_without_room_have_no_slot() -> None:
+    """They are left out whole: of what has a slot, every index lies inside."""
+    ids_RK = torch.tensor([[0, 1], [1, -1], [0, 1]])
+    pairs = within_bound(sort_pairs(ids_RK, 3, 4), ids_RK)
+    assert pairs.offsets_E.tolist() == [2, 4, 4] and pairs.rows_P.tolist() == [0, 2, 0, 1]
+    assert pairs.slots_RK.tolist() == [[0, 2], [3, -1], [1, -1]]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

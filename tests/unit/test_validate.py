@@ -44,7 +44,7 @@ def refusal(words: str) -> str:
         ("data.train.stdlib.kind=txt", "data.train.stdlib.kind=txt: must be one of text"),
         (
             "comms.backend=nvshmem",
-            "comms.backend=nvshmem is not available in this version; available: auto, collective",
+            "comms.backend=nvshmem is not available in this version; available: auto, collective, symm_mem",
         ),
         ("parallel.async_tp=native", "parallel.async_tp=native is not available in this version; available: none"),
         ("parallel.tp=0", "parallel.tp=0: must be at least 1; nearest legal: 1"),

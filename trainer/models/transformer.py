@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comms.backend import BackendChoice
 from comms.split_sequence import SplitSequence
 from moe.feed_forward import FeedForward
 from moe.layer import BalanceScale, MoE, MoEStats
@@ -146,6 +147,8 @@ class Transformer(nn.Module):
         self.config = config
         # Set by parallel: how sequences are split over ranks.
         self.sequence: SplitSequence | None = None
+        # Settled when the model is laid out over ranks.
+        self.exchange_choice = BackendChoice("none", "no row leaves its rank")
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         # The last mtp.depth blocks are those for multi-token prediction.
         num_blocks = config.num_layers + config.mtp.depth

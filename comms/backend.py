@@ -1,0 +1,40 @@
+"""Which backend exchanges rows, decided once at start, with the reason."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from comms.config import CommsConfig
+from comms.symmetric_memory import unavailable
+
+
+class BackendChoice(NamedTuple):
+    """What exchanges rows in this run, and why."""
+
+    # none (one rank has every row) | collective | symm_mem
+    backend: str
+    reason: str
+
+
+def choose_backend(config: CommsConfig, group: dist.ProcessGroup | None, device: torch.device) -> BackendChoice:
+    """Turn comms.backend into what the ranks of `group` use. Collective over the group.
+
+    Raises:
+        ValueError: for a backend that cannot run here; it is never replaced by another.
+    """
+    if group is None or group.size() == 1:
+        return BackendChoice("none", "no row leaves its rank")
+    if config.backend == "collective":
+        return BackendChoice("collective", "as asked")
+    if config.backend == "auto":
+        return BackendChoice(
+            "collective", "symm_mem has to be asked for: it makes room for the most rows and pairs that could come"
+        )
+    if config.backend == "nvshmem":
+        raise ValueError("comms.backend=nvshmem is not available in this version; use symm_mem or collective")
+    if config.backend != "symm_mem":
+        raise ValueError(f"comms.backend={config.backend} is unknown; use auto, collective or symm_mem")
+    if reason := unavailable(group, device):
+        raise ValueError(f"comms.backend=symm_mem cannot run here: {reason}; use comms.backend=collective")
+    return BackendChoice("symm_mem", "as asked")

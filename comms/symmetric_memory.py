@@ -1,0 +1,324 @@
+"""Memory that every rank of a group maps, and who may write where: the arena of one exchange.
+
+An arena is one allocation per rank, alike on all of them (bytes, from its start):
+
+    flags     int64: per channel ready[N], credit[N], epoch, programs done; then one word that says "failed"
+    table     int32 (N, 2N): rank m's row says how many rows, then items, it has for each rank
+    rows      what arrives by dispatch: row_bound rows, and their side words
+    returns   what comes back by combine: return_bound rows, and their side words
+
+It is a stop on the way and belongs to nobody for long: takes copy rows out of it (or add them up), so one arena serves
+every layer and micro-batch, and no operator returns memory that another will write. `row_bound` bounds what a rank may
+receive in one dispatch: writes beyond it do not happen, and an overflow is noted on the device.
+
+`create_exchange` makes the arena of a process group on GPUs that can map each other's memory; `simulated_exchanges`
+makes those of several ranks in one process, for the kernels' tests. The rest of the program knows an exchange by its
+name, as it does process groups: operators take names, not objects.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comms.kernels.exchange import EXPIRED, NO_ERROR, NUM_CHANNELS, channel_words
+
+# Regions begin at multiples of this many bytes.
+REGION_ALIGNMENT = 256
+# A flag keeps its tag in 16 bits.
+MAX_TAG = 2**16 - 1
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """Sizes of an arena and where its regions begin, in bytes."""
+
+    num_ranks: int
+    # Rows that one dispatch may bring to a rank, and that may come back to it.
+    row_bound: int
+    return_bound: int
+    # The widest row and the widest side columns, in bytes.
+    row_bytes: int
+    side_bytes: int
+
+    @property
+    def failed_at(self) -> int:
+        """int64 word that is set once a wait has failed."""
+        return NUM_CHANNELS * channel_words(self.num_ranks)
+
+    @property
+    def table_at(self) -> int:
+        """The table of counts."""
+        return _aligned(8 * (self.failed_at + 1))
+
+    @property
+    def rows_at(self) -> int:
+        """Rows of dispatch."""
+        return self.table_at + _aligned(8 * self.num_ranks**2)
+
+    @property
+    def side_at(self) -> int:
+        """Side words of dispatch."""
+        return self.rows_at + _aligned(self.row_bound * self.row_bytes)
+
+    @property
+    def returns_at(self) -> int:
+        """Rows of combine."""
+        return self.side_at + _aligned(self.row_bound * self.side_bytes)
+
+    @property
+    def return_side_at(self) -> int:
+        """Side words of combine."""
+        return self.returns_at + _aligned(self.return_bound * self.row_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """The whole arena."""
+        return self.return_side_at + _aligned(self.return_bound * self.side_bytes)
+
+    def flags_at(self, channel: int) -> int:
+        """First int64 word of a channel's flags."""
+        return channel * channel_words(self.num_ranks)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
+
+
+def plan_layout(
+    num_ranks: int,
+    max_tokens: int,
+    max_copies: int,
+    row_bytes: int,
+    side_bytes: int,
+    capacity: float | None = None,
+) -> ArenaLayout:
+    """The arena for dispatches of up to `max_tokens` tokens per rank, each sent to up to `max_copies` ranks.
+
+    Args:
+        row_bytes: the widest row; a multiple of 16.
+        side_bytes: the widest side columns; a multiple of 4.
+        capacity: rows received per own token; None: every rank's tokens may come.
+
+    Raises:
+        ValueError: rows that cannot be moved 16 bytes at a time.
+    """
+    if row_bytes % 16:
+        raise ValueError(
+            f"comms.backend=symm_mem moves rows of a multiple of 16 bytes, not {row_bytes}: make model.dim a multiple "
+            "of 8, or set comms.backend=collective"
+        )
+    assert side_bytes % 4 == 0, side_bytes
+    worst = num_ranks * max_tokens
+    row_bound = worst if capacity is None else min(worst, -(-int(capacity * max_tokens * 2**20) // 2**20))
+    return ArenaLayout(num_ranks, row_bound, max_tokens * min(num_ranks, max_copies), row_bytes, side_bytes)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's end of the exchange between the ranks of a group."""
+
+    name: str
+    layout: ArenaLayout
+    rank: int
+    # Number in the whole run of each rank of the group, for messages.
+    global_ranks: tuple[int, ...]
+    max_tokens: int
+    # uint8, this rank's own; other ranks write into it.
+    arena: Tensor = field(repr=False)
+    # int64 (N,): where each rank's arena is mapped here.
+    pointers: Tensor = field(repr=False)
+    # int64 (1,): what operators declare that they change, so that none is dropped, reused or reordered.
+    state: Tensor = field(repr=False)
+    # int64 (8,) in memory of the host that the device can write: code, tag, epoch, peer, flag seen.
+    errors: Tensor = field(repr=False)
+    # int32 (6,): greatest need of rows beyond the bound, the bound, tag; the same of items.
+    overflow: Tensor = field(repr=False)
+    # How long a wait may last: nanoseconds on a device, polls under the interpreter.
+    limit: int
+    # Programs that put rows; None: chosen by size.
+    num_ctas: int | None = None
+    # Says what a tag stands for.
+    describe_tag: Callable[[int], str] = str
+    # Keeps the mapping alive.
+    handle: object = field(default=None, repr=False)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group."""
+        return self.layout.num_ranks
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether waits are measured by the device's clock."""
+        return self.arena.is_cuda
+
+    def check(self) -> None:
+        """Look, without waiting for the device, whether a wait has failed so far.
+
+        Raises:
+            RuntimeError: naming the peer, what was waited for, and the epoch.
+        """
+        numbers: list[int] = self.errors.tolist()  # pyright: ignore
+        code, tag, epoch, peer, seen, *_ = numbers
+        if code == NO_ERROR:
+            return
+        who = f"rank {self.global_ranks[self.rank]} waited for rank {self.global_ranks[peer]}"
+        what = f"{self.describe_tag(tag)} (exchange {self.name}, epoch {epoch})"
+        if code == EXPIRED:
+            limit = f"{self.limit / 1e9:g} s" if self.has_clock else f"{self.limit} polls"
+            raise RuntimeError(
+                f"{who} in {what} and gave up after {limit}: it came as far as epoch {seen >> 16}. It has stopped, is "
+                "in another part of the program, or is slower than parallel.timeout_seconds allows."
+            )
+        raise RuntimeError(
+            f"{who} in {what}, and that rank was in {self.describe_tag(seen & MAX_TAG)}, epoch {seen >> 16}: the ranks "
+            "do not run the same layers in the same order."
+        )
+
+    def check_overflow(self) -> None:
+        """Ask the device whether a dispatch brought more than there was room for. Waits for the device.
+
+        Raises:
+            RuntimeError: with the layer, the need and the setting.
+        """
+        numbers: list[int] = self.overflow.tolist()  # pyright: ignore
+        rows, row_bound, row_tag, items, item_bound, item_tag = numbers
+        if rows:
+            raise RuntimeError(
+                f"{self.describe_tag(row_tag)}: {rows} rows came to rank {self.global_ranks[self.rank]}, which has "
+                f"room for {row_bound}: raise comms.capacity to {rows / self.max_tokens:.2f} or more, or set it to null"
+            )
+        if items:
+            raise RuntimeError(
+                f"{self.describe_tag(item_tag)}: {items} pairs fell to rank {self.global_ranks[self.rank]}, which has "
+                f"room for {item_bound}: raise model.moe.pair_capacity by {items / item_bound:.2f} x or more, or set "
+                "it to null"
+            )
+
+
+_EXCHANGES: dict[str, Exchange] = {}
+
+
+def register(exchange: Exchange) -> Exchange:
+    """Make an exchange known by its name; returns it."""
+    _EXCHANGES[exchange.name] = exchange
+    return exchange
+
+
+def find_exchange(name: str) -> Exchange:
+    """The exchange of that name."""
+    return _EXCHANGES[name]
+
+
+def exchanges() -> list[Exchange]:
+    """Every exchange of this process."""
+    return list(_EXCHANGES.values())
+
+
+def forget_exchanges() -> None:
+    """Give up every arena of this process, before its process groups end. Nothing may be under way."""
+    _EXCHANGES.clear()
+
+
+def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    """Why the ranks of a group cannot map each other's memory; None if they can. Collective over the group."""
+    if device.type != "cuda":
+        return "it needs GPUs"
+    if group is None or group.size() == 1:
+        return "one rank exchanges nothing"
+    # Everybody on one host: GPUs of other hosts cannot be mapped this way.
+    hosts: list[tuple[str, int]] = [("", 0)] * group.size()
+    dist.all_gather_object(hosts, (os.uname().nodename, torch.cuda.current_device()), group=group)  # pyright: ignore
+    if len({host for host, _ in hosts}) > 1:
+        return f"the ranks are on {len({host for host, _ in hosts})} hosts"
+    own = torch.cuda.current_device()
+    apart = [other for _, other in hosts if other != own and not torch.cuda.can_device_access_peer(own, other)]
+    answers: list[list[int]] = [[]] * group.size()
+    dist.all_gather_object(answers, apart, group=group)  # pyright: ignore
+    if any(answers):
+        return "some of the GPUs cannot reach each other's memory"
+    return None
+
+
+def create_exchange(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    layout: ArenaLayout,
+    max_tokens: int,
+    timeout_seconds: float,
+    num_ctas: int | None = None,
+    describe_tag: Callable[[int], str] = str,
+) -> Exchange:
+    """Allocate this rank's arena, map the others' and check the mapping. Collective over the group.
+
+    Raises:
+        RuntimeError: memory that does not turn out to be shared.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+    from torch._C._distributed_c10d import _SymmetricMemory  # pyright: ignore
+
+    # Rows go to one rank each: nothing here uses multicast, and setting it up can fail where the rest works.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    if symmetric.get_backend(device) != "CUDA":
+        symmetric.set_backend("CUDA")
+    # An allocation of its own, not a piece of a pool: it ends with the exchange.
+    arena = _SymmetricMemory.empty_strided_p2p((layout.num_bytes,), (1,), torch.uint8, device)
+    arena[: layout.rows_at].zero_()
+    handle = symmetric.rendezvous(arena, group.group_name)
+    assert handle.buffer_ptrs[handle.rank] == arena.data_ptr() and handle.world_size == group.size()
+    pointers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    exchange = Exchange(
+        name=group.group_name,
+        layout=layout,
+        rank=group.rank(),
+        global_ranks=tuple(dist.get_process_group_ranks(group)),
+        max_tokens=max_tokens,
+        arena=arena,
+        pointers=pointers,
+        state=torch.zeros(1, dtype=torch.int64, device=device),
+        errors=torch.zeros(8, dtype=torch.int64).pin_memory(),
+        overflow=torch.zeros(6, dtype=torch.int32, device=device),
+        limit=int(timeout_seconds * 1e9),
+        num_ctas=num_ctas,
+        describe_tag=describe_tag,
+        handle=handle,
+    )
+    # Flags are zero everywhere before the first signal.
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # pyright: ignore
+    return register(exchange)
+
+
+def simulated_exchanges(
+    layout: ArenaLayout, max_tokens: int, limit: int = 10, describe_tag: Callable[[int], str] = str
+) -> list[Exchange]:
+    """The exchanges of every rank in one process, on the CPU, poisoned with NaN: for the kernels' tests."""
+    arenas = [torch.full((layout.num_bytes,), 255, dtype=torch.uint8) for _ in range(layout.num_ranks)]
+    for arena in arenas:
+        arena[: layout.rows_at].zero_()
+    pointers = torch.tensor([arena.data_ptr() for arena in arenas], dtype=torch.int64)
+    ranks = tuple(range(layout.num_ranks))
+    return [
+        register(
+            Exchange(
+                name=f"simulated_{rank}",
+                layout=layout,
+                rank=rank,
+                global_ranks=ranks,
+                max_tokens=max_tokens,
+                arena=arena,
+                pointers=pointers,
+                state=torch.zeros(1, dtype=torch.int64),
+                errors=torch.zeros(8, dtype=torch.int64),
+                overflow=torch.zeros(6, dtype=torch.int32),
+                limit=limit,
+                describe_tag=describe_tag,
+                handle=arenas,
+            )
+        )
+        for rank, arena in enumerate(arenas)
+    ]

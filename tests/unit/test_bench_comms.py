@@ -1,0 +1,47 @@
+"""The benchmark of the exchange: it runs without GPUs, counts its bytes and writes what it found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.bench_comms import COLUMNS, Case, cases_of, figures, main, parse_arguments
+
+
+@pytest.mark.slow
+def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "new" / "comms_cpu.json"
+    assert main(["--dry-run", "--commit", "abc", "--json", "--out", str(file)]) == 0
+    result = json.loads(file.read_text())["width_16_2_gpus"]
+    assert json.loads(capsys.readouterr().out) == result
+    assert (result["card"], result["commit"], result["backend"]) == ("cpu", "abc", "collective")
+    assert [(case["top_k"], case["megabytes"]) for case in result["cases"]] == [(2, 0.01), (8, 0.02)]
+    for case in result["cases"]:
+        assert case.keys() >= COLUMNS.keys()
+        assert (
+            min(case["plan_us"], case["dispatch_us"], case["combine_us"], case["nccl_us"], case["wire_megabytes"]) > 0
+        )
+        # There is no memory to put into.
+        assert case["put_gb_s"] is None and case["over_put"] is None
+
+
+def test_figures_count_wire_bytes_and_rows_without_deduplication() -> None:
+    times = {"plan": 1e-5, "dispatch": 2e-3, "combine": 1e-3, "dispatch_put": None, "dispatch_take": None}
+    found = figures(Case(64, 8, 16), {**times, "put": 1e-3, "nccl": 4e-3}, 6 * 10**8, 24 * 10**8, 5 * 10**8)
+    assert found["dispatch_gb_s"] == pytest.approx(300) and found["dispatch_effective_gb_s"] == pytest.approx(1200)
+    assert found["combine_gb_s"] == pytest.approx(500) and found["put_gb_s"] == pytest.approx(600)
+    assert found["over_put"] == pytest.approx(0.5) and found["over_nccl"] == pytest.approx(2)
+    assert found["dispatch_put_us"] is None and found["plan_us"] == pytest.approx(10)
+
+
+def test_cases() -> None:
+    cases = cases_of(parse_arguments(["--sizes", "8,64", "--num-ctas", "16,32"]))
+    assert cases[:4] == [Case(8, 8, 16), Case(8, 8, 32), Case(64, 8, 16), Case(64, 8, 32)]
+    assert [(case.top_k, case.num_ctas) for case in cases[4:]] == [(1, 16), (2, 16), (4, 16), (8, 24), (8, 132)]
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in ((["--sizes", "8,a"], "numbers divided by commas"), (["--width", "12"], "multiple of 8")):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        assert message in capsys.readouterr().err

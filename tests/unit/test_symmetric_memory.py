@@ -1,0 +1,70 @@
+"""Sizes of an arena, what errors say, and which backend a run gets; the kernels are tested by tests/interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comms.backend import BackendChoice, choose_backend
+from comms.config import CommsConfig
+from comms.symmetric_exchange import STEPS, describe_tag, plan_exchange, tag_of
+from comms.symmetric_memory import ArenaLayout, Exchange, forget_exchanges, plan_layout, simulated_exchanges
+
+
+@given(st.integers(1, 72), st.integers(0, 5000), st.integers(1, 16), st.integers(1, 9), st.floats(0.01, 80))
+def test_regions_do_not_overlap(num_ranks: int, tokens: int, copies: int, sixteens: int, capacity: float) -> None:
+    layout = plan_layout(num_ranks, tokens, copies, 16 * sixteens, 8 * copies, capacity)
+    begins = [layout.table_at, layout.rows_at, layout.side_at, layout.returns_at, layout.return_side_at]
+    sizes = [8 * num_ranks**2, layout.row_bound * layout.row_bytes, layout.row_bound * layout.side_bytes]
+    sizes += [layout.return_bound * layout.row_bytes, layout.return_bound * layout.side_bytes]
+    assert begins[0] >= 8 * (layout.failed_at + 1) and all(begin % 256 == 0 for begin in begins)
+    for begin, size, end in zip(begins, sizes, [*begins[1:], layout.num_bytes], strict=True):
+        assert begin + size <= end
+    flags = [layout.flags_at(channel) for channel in range(3)]
+    assert flags == [0, 2 * num_ranks + 2, 4 * num_ranks + 4] and layout.failed_at == 6 * num_ranks + 6
+
+
+def test_bounds_are_the_worst_case_or_what_was_asked_for() -> None:
+    assert plan_layout(4, 100, 8, 16, 8).row_bound == 400
+    assert plan_layout(4, 100, 8, 16, 8, 1.5).row_bound == 150
+    assert plan_layout(4, 100, 8, 16, 8, 1.001).row_bound == 101
+    assert plan_layout(4, 100, 8, 16, 8, 9.0).row_bound == 400
+    assert [plan_layout(4, 100, copies, 16, 8).return_bound for copies in (1, 3, 8)] == [100, 300, 400]
+
+
+def test_rows_that_are_no_multiple_of_16_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"multiple of 16 bytes, not 20: make model\.dim a multiple of 8"):
+        plan_layout(2, 10, 2, 20, 8)
+
+
+def test_tags_name_layer_and_step() -> None:
+    tags = [tag_of(layer, step) for layer in range(100) for step in range(len(STEPS))]
+    assert len(set(tags)) == len(tags) and max(tags) < 2**16
+    assert describe_tag(tag_of(3, 2)) == "combine of MoE layer 3"
+
+
+def exchange() -> Exchange:
+    return simulated_exchanges(ArenaLayout(2, 20, 20, 16, 8), 10, describe_tag=describe_tag)[0]
+
+
+def test_errors_name_the_rank_of_the_run_not_of_the_group() -> None:
+    found = replace(exchange(), global_ranks=(4, 6))
+    found.check()
+    found.errors[:5] = torch.tensor([1, tag_of(3, 1), 17, 1, 16 << 16])
+    with pytest.raises(RuntimeError, match=r"rank 4 waited for rank 6 in dispatch of MoE layer 3 .*epoch 17.*epoch 16"):
+        found.check()
+    forget_exchanges()
+
+
+def test_more_tokens_than_the_arena_was_made_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="11 tokens in one pass, and this run's exchange has room for 10 per rank"):
+        plan_exchange(torch.ones(11, 2, dtype=torch.int64), exchange(), 0, 100)
+    forget_exchanges()
+
+
+def test_a_rank_alone_exchanges_nothing() -> None:
+    for backend in ("auto", "collective", "symm_mem"):
+        choice = choose_backend(CommsConfig(backend=backend), None, torch.device("cpu"))
+        assert choice == BackendChoice("none", "no row leaves its rank")
