@@ -258,20 +258,6 @@ def forget_buffers() -> None:
     _TIMEOUTS.clear()
 
 
-def unavailable(group: dist.ProcessGroup) -> str | None:
-    """Why the GPUs of a group cannot map each other's memory; None if they can. Collective over the group."""
-    own = torch.cuda.current_device()
-    places: list[tuple[str, int]] = [("", 0)] * group.size()
-    dist.all_gather_object(places, (os.uname().nodename, own), group=group)  # pyright: ignore[reportUnknownMemberType]
-    hosts = {host for host, _ in places}
-    if len(hosts) > 1:
-        return f"the ranks are on {len(hosts)} hosts"
-    apart = [other for _, other in places if other != own and not torch.cuda.can_device_access_peer(own, other)]
-    answers: list[list[int]] = [[]] * group.size()
-    dist.all_gather_object(answers, apart, group=group)  # pyright: ignore[reportUnknownMemberType]
-    return "some of the GPUs cannot reach each other's memory" if any(answers) else None
-
-
 def _allocate(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Handle:
     import torch.distributed._symmetric_memory as symmetric
     from torch._C._distributed_c10d import _SymmetricMemory  # pyright: ignore[reportPrivateUsage]
