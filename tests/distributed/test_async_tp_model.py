@@ -89,16 +89,14 @@ def told_and_called(name: str, parallel: ParallelConfig) -> tuple[AsyncChoice, s
 def test_case_63_a_run_says_how_many_matmuls_are_fused(name: str) -> None:
     """And that is how many there are: a forward takes each map once (evaluation leaves out what predicts further)."""
     for choice, said, num_fused, num_plain in run_workers(told_and_called, 2, name, NATIVE.parallel):
-        assert (
-            said == f"  async   native: {choice.num_fused} of {choice.num_maps} split matmuls fused with their transfer"
-        )
+        assert f"native: {choice.num_fused} of {choice.num_maps} split matmuls fused" in said
         assert choice.num_fused == choice.num_maps == num_fused > 0 == num_plain
 
 
 def fused_of_low_precision(nothing_left: bool) -> tuple[int, int] | str:
     from trainer.precision import linear_names
 
-    model, config = build(MODELS["deepseek"], NATIVE.parallel)
+    model, _ = build(MODELS["deepseek"], NATIVE.parallel)
     mesh = build_mesh(NATIVE.parallel, torch.device("cpu"))
     names = linear_names(model) if nothing_left else [n for n in linear_names(model) if n.endswith("w_gate")]
     assert names
