@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import comms.all_to_all
+import comms.async_tp
 import comms.symmetric_exchange  # noqa: F401
 import moe.router  # noqa: F401
 import parallel.ring_attention  # noqa: F401
@@ -60,6 +61,12 @@ def exchange_operators() -> set[Any]:
     }
 
 
+def product_operators() -> set[Any]:
+    """Matrix products, and those with a transfer in them."""
+    ops = torch.ops
+    return {ops.aten.mm.default, ops.sluicegate.gather_matmul.default, ops.sluicegate.matmul_scatter.default}
+
+
 def attention_operators() -> set[Any]:
     """Fused attention forwards that are loaded in this process."""
     aten = torch.ops.aten
@@ -84,7 +91,7 @@ class _Keep(TorchDispatchMode):
         super().__init__()
         self.kept = kept
         self.always = exchange_operators() | (attention_operators() if mode == "selective" else set())
-        self.every_second = {torch.ops.aten.mm.default} if mode == "selective" else set()
+        self.every_second = product_operators() if mode == "selective" else set()
         self.runs: Counter[Any] = Counter()
 
     @classmethod

@@ -70,8 +70,11 @@ def resolve_sizes(config: ParallelConfig, world_size: int) -> ParallelConfig:
     for axis in ("dp_replicate", "cp", "ulysses", "tp", "ep", "etp"):
         if getattr(config, axis) < 1:
             raise ValueError(f"parallel.{axis}={getattr(config, axis)} must be at least 1.")
-    if config.async_tp != "none":
-        raise ValueError(f"parallel.async_tp={config.async_tp} is not available in this version; set it to none.")
+    if config.async_tp != "none" and config.tp == 1:
+        raise ValueError(
+            f"parallel.async_tp={config.async_tp} finds no matmul to fuse with parallel.tp=1: nothing is gathered; set "
+            "parallel.tp above 1, or parallel.async_tp=none"
+        )
     if config.cp % config.ulysses:
         nearest = either(nearest_divisors(config.cp, config.ulysses))
         raise LayoutError(

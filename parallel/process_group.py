@@ -13,6 +13,7 @@ import torch.distributed.tensor._redistribute as redistribute
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from comms.peer_buffers import forget_buffers
 from comms.symmetric_memory import forget_exchanges
 
 
@@ -39,6 +40,7 @@ def process_group(timeout_seconds: int) -> Iterator[torch.device]:
         yield device
     finally:
         forget_exchanges()
+        forget_buffers()
         dist.destroy_process_group()
 
 
@@ -56,6 +58,7 @@ def temporary_groups() -> Iterator[None]:
         dist.barrier()
     finally:
         forget_exchanges()
+        forget_buffers()
         for group in set(groups) - before:
             dist.destroy_process_group(group)
         _forget_meshes()

@@ -22,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
+from comms.async_tp import all_gather_matmul, matmul_reduce_scatter
 from comms.collectives import all_reduce, gather_dim, reduce_scatter
 from moe.linear_maps import LinearMaps, apply_weight, local
+from moe.low_precision_linear import LowPrecisionLinear
 from parallel.mesh import Mesh
 
 TOKENS = 1
@@ -38,6 +40,8 @@ class TensorPlan(NamedTuple):
     modules: tuple[str, ...]
     # Norms over all heads together, whose mean needs every rank's heads.
     norms: tuple[str, ...] = ()
+    # Maps of such a module that share one gather, or are alone with theirs or with their reduce-scatter.
+    groups: tuple[tuple[str, ...], ...] = ()
     # Of key and value maps with fewer heads than ranks: how many rows each rank takes, and how many ranks take the
     # same. Their weights are not split.
     kv_rows: int = 0
@@ -64,7 +68,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: TensorPlan) -> Non
     for name, module in model.named_modules():
         if any(fnmatchcase(name, pattern) for pattern in plan.modules):
             assert isinstance(module.maps, LinearMaps), name
-            module.maps = TensorParallelMaps(mesh.tp, plan)  # type: ignore[assignment]
+            maps = AsyncTensorParallelMaps if mesh.config.async_tp == "native" else TensorParallelMaps
+            module.maps = maps(mesh.tp, plan)  # type: ignore[assignment]
 
 
 def split_parameter(
@@ -133,6 +138,42 @@ class TensorParallelMaps(LinearMaps):
     def _rows(self, weight: Tensor) -> Tensor:
         """A split weight's slice; of key and value maps that are not split, the rows of this rank's head."""
         return weight.to_local() if isinstance(weight, DTensor) else weight[self.kv_rows]
+
+
+class AsyncTensorParallelMaps(TensorParallelMaps):
+    """The same while tokens travel (comms/async_tp.py). Maps in low precision wait, with what shares their gather."""
+
+    def __init__(self, mesh: DeviceMesh, plan: TensorPlan) -> None:
+        super().__init__(mesh, plan)
+        self.groups = plan.groups
+
+    def expand(self, x_BLX: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
+        """One gather for all maps: this rank's columns of each."""
+        if not can_overlap(maps):
+            return super().expand(x_BLX, *maps)
+        weights = [self._rows(linear.weight) for linear in maps]
+        products = all_gather_matmul(x_BLX, weights, TOKENS, self.group)
+        return tuple(
+            y_BCY if linear.bias is None else y_BCY + self._rows(linear.bias)
+            for y_BCY, linear in zip(products, maps, strict=True)
+        )
+
+    def contract(self, x_BCX: Tensor, linear: nn.Linear) -> Tensor:
+        """This rank's tokens of the sum over the ranks."""
+        if not can_overlap((linear,)):
+            return super().contract(x_BCX, linear)
+        y_BLY = matmul_reduce_scatter(x_BCX, local(linear.weight), TOKENS, self.group)
+        return y_BLY if linear.bias is None else y_BLY + linear.bias
+
+    def count(self, module: nn.Module) -> tuple[int, int]:
+        """How many of a module's maps overlap, and how many there are."""
+        found = [[getattr(module, name) for name in group if hasattr(module, name)] for group in self.groups]
+        return sum(len(maps) for maps in found if can_overlap(maps)), sum(map(len, found))
+
+
+def can_overlap(maps: Sequence[nn.Linear]) -> bool:
+    """Whether maps that share a gather compute in the dtype that travels."""
+    return not any(isinstance(linear, LowPrecisionLinear) for linear in maps)
 
 
 class SplitRMSNorm(nn.Module):

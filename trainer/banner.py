@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from comms.backend import BackendChoice
+from parallel.async_tp import AsyncChoice
 from parallel.mesh import Mesh
 from trainer.build import meta_model
 from trainer.config import Config
@@ -44,6 +45,15 @@ def describe_run(config: Config, folder: RunFolder, mesh: Mesh) -> str:
 def describe_exchange(choice: BackendChoice) -> str:
     """What brings rows to the experts of other ranks; empty where none leaves its rank."""
     return "" if choice.backend == "none" else f"  experts  rows travel by {choice.backend}: {choice.reason}"
+
+
+def describe_async_tp(choice: AsyncChoice) -> str:
+    """What tensor parallelism overlaps; empty where nothing was asked for."""
+    if choice.mode == "none":
+        return ""
+    if choice.mode == "inductor":
+        return "  async   inductor: matmuls that it fuses are counted after the first step"
+    return f"  async   native: {choice.num_fused} of {choice.num_maps} split matmuls fused with their transfer"
 
 
 def describe_data(kind: str, counts: Mapping[str, Mapping[str, int]]) -> str:

@@ -5,6 +5,7 @@ import torch
 from moe.experts import GroupedExperts
 from moe.fused_experts import tune
 from moe.grouped_gemm import resolve_backend
+from parallel.async_tp import connect_async_tp
 from parallel.mesh import Mesh
 from parallel.parallelize import parallelize
 from trainer.config import Config
@@ -47,6 +48,8 @@ def build_model(config: Config, mesh: Mesh) -> Transformer:
         seed=config.run.seed,
         apply_precision=lambda model: apply_precision(model, config.precision, mesh.device),
     )
+    num_rows = config.train.micro_batch_size * -(-config.train.seq_len // mesh.config.cp)
+    model.async_tp = connect_async_tp(model, mesh, num_rows)
     return model
 
 

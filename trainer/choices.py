@@ -40,7 +40,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # never a silent no-op. A feature deletes its line when it lands.
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "model.moe.pair_capacity": (None,),
-    "parallel.async_tp": ("none",),
     "comms.backend": ("auto", "collective", "symm_mem"),
     "comms.capacity": (None,),
     "comms.chunks": (1,),

@@ -22,7 +22,7 @@ import torch
 
 from parallel.mesh import build_mesh
 from parallel.process_group import process_group
-from trainer.banner import describe_data, describe_exchange, describe_run
+from trainer.banner import describe_async_tp, describe_data, describe_exchange, describe_run
 from trainer.build import build_model, choose_expert_tiles
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import find_checkpoint
@@ -131,6 +131,8 @@ class Trainer:
         self.tell_data()
         self.model = build_model(config, mesh)
         if said := describe_exchange(self.model.exchange_choice):
+            self.metrics.say(said)
+        if said := describe_async_tp(self.model.async_tp):
             self.metrics.say(said)
         choose_expert_tiles(self.model, config, mesh)
         self.optimizer = build_optimizer(self.model, config.optim)
@@ -282,6 +284,8 @@ class Trainer:
             batches = self.loader.next_step()
         result = train_step(self.model, self.optimizer, batches, self.mesh, self.config, self.may_update)
         self.step += 1
+        if said := self.model.async_tp.check_compiled():
+            self.metrics.say(said)
         return result, lr
 
     def is_due(self, every: int | None, last: bool) -> bool:

@@ -305,6 +305,11 @@ def _check_unused(precision: PrecisionConfig) -> None:
 def _check_batch(config: Config) -> None:
     accumulation_steps(config.train, dp_size=1)
     parallel = config.parallel
+    if parallel.async_tp == "inductor" and not parallel.compile:
+        raise ValueError(
+            "parallel.async_tp=inductor is a pass of the compiler, and parallel.compile=false; set "
+            "parallel.compile=true, or parallel.async_tp=native"
+        )
     for name in ("dp_shard", "ep"):
         value = getattr(parallel, name)
         if value < 1 and value != -1:

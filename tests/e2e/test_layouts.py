@@ -116,7 +116,7 @@ def test_the_result_is_evaluated_and_sampled_anywhere(
             "legal, with all else as it is: parallel.cp=1 or train.seq_len=28 or train.seq_len=32",
         ),
         (["parallel.tp=2", "train.global_batch_size=6"], "2 x 2 data-parallel ranks; nearest legal: 4 or 8"),
-        (["parallel.async_tp=native"], "parallel.async_tp=native is not available in this version; available: none"),
+        (["parallel.async_tp=native"], "parallel.async_tp=native finds no matmul to fuse with parallel.tp=1"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_told_and_leaves_nothing(bench: Bench, words: list[str], message: str) -> None:

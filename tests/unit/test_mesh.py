@@ -52,9 +52,11 @@ def test_sizes_that_do_not_fit_are_refused(config: ParallelConfig, world_size: i
     assert not missing, (missing, str(caught.value))
 
 
-def test_async_tp_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"parallel\.async_tp=native"):
-        resolve_sizes(ParallelConfig(async_tp="native"), 8)
+@pytest.mark.parametrize("mode", ["native", "inductor"])
+def test_case_63_async_tp_without_tp_is_refused(mode: str) -> None:
+    with pytest.raises(ValueError, match=f"parallel.async_tp={mode} finds no matmul to fuse with parallel.tp=1"):
+        resolve_sizes(ParallelConfig(async_tp=mode), 8)
+    assert resolve_sizes(ParallelConfig(async_tp=mode, tp=2), 8).async_tp == mode
 
 
 def test_ep_borrows_ranks_of_cp_and_of_tp_that_leaves_experts_whole() -> None:

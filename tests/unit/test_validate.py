@@ -46,7 +46,11 @@ def refusal(words: str) -> str:
             "comms.backend=nvshmem",
             "comms.backend=nvshmem is not available in this version; available: auto, collective, symm_mem",
         ),
-        ("parallel.async_tp=native", "parallel.async_tp=native is not available in this version; available: none"),
+        ("parallel.async_tp=nativ", "parallel.async_tp=nativ: must be one of none, native, inductor"),
+        (
+            "parallel.async_tp=inductor",
+            "parallel.async_tp=inductor is a pass of the compiler, and parallel.compile=false; set",
+        ),
         ("parallel.tp=0", "parallel.tp=0: must be at least 1; nearest legal: 1"),
         ("comms.capacity=2", "comms.capacity=2.0 is not available in this version; available: null"),
         ("train.steps=0", "train.steps=0: must be at least 1; nearest legal: 1"),

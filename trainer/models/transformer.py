@@ -23,6 +23,7 @@ from comms.split_sequence import SplitSequence
 from moe.feed_forward import FeedForward
 from moe.layer import BalanceScale, MoE, MoEStats
 from moe.linear_maps import LinearMaps, local
+from parallel.async_tp import AsyncChoice
 from parallel.init import InitRule
 from parallel.tensor_parallel import TensorPlan
 from trainer.loss import linear_cross_entropy
@@ -149,6 +150,7 @@ class Transformer(nn.Module):
         self.sequence: SplitSequence | None = None
         # Settled when the model is laid out over ranks.
         self.exchange_choice = BackendChoice("none", "no row leaves its rank")
+        self.async_tp = AsyncChoice("none", 0, 0)
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         # The last mtp.depth blocks are those for multi-token prediction.
         num_blocks = config.num_layers + config.mtp.depth
@@ -286,6 +288,7 @@ def tensor_plan(config: ModelConfig, tp: int) -> TensorPlan:
         split=split,
         modules=("tok_embeddings", "head", attention, feed_forward),
         norms=(f"{attention}.q_norm", f"{attention}.k_norm") if full_norm else (),
+        groups=(("wq", "wk", "wv"), ("wq_b",), ("wkv_b",), ("wo",), ("w_gate", "w_up"), ("w_down",)),
         kv_rows=config.attention.head_dim,
         kv_sharers=max(tp // config.attention.num_kv_heads, 1),
     )

@@ -1,0 +1,294 @@
+"""Rows between GPUs that map each other's memory: copy engines push pieces into the peers' buffers, signals say when.
+
+Each group has two lanes, one for gathers and one for scatters, so that one of each may be under way. A lane is a buffer
+in symmetric memory, a stream of its own, and flags of one word per (channel, rank):
+
+    gather    buffer (O, N * R, X): rank r writes its shard at its place in everybody's whole
+    scatter   buffer (N, O, R, X): rank r writes its part of q's rows at place r of q's buffer
+
+    sender    lane:     wait for the receiver's credit, copy a piece, signal it; next piece; next receiver
+    receiver  compute:  wait for a piece's signal, multiply it; ... after the last read, give the credit back
+
+Copies need no thread blocks, and pieces are read where they arrived. A signal is one word that the sender turns from 0
+to 1 (after its copies, at system scope) and the receiver back: nothing is ever reset, so a captured graph can replay.
+The first use of a buffer needs no credit. Waits are bounded by the device's clock: on expiry the kernel traps, which
+the host sees as a CUDA error. Nothing uses NVLink multicast.
+
+Buffers grow to the largest need: collectively, because every rank of the group sees the same shapes.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comms.shard_transport import MAX_PIECES, Inbox, Outbox, after, cut, rows_of
+
+# Behind the channels of pieces.
+_CREDIT = MAX_PIECES
+DEFAULT_TIMEOUT_SECONDS = 600
+
+
+class Handle(Protocol):
+    """What is used of torch's symmetric memory."""
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype) -> Tensor:
+        """A rank's buffer, as mapped here."""
+        ...
+
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """0 -> 1, once it is 0."""
+        ...
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """1 -> 0, once it is 1."""
+        ...
+
+
+class Lane:
+    """One buffer per rank, a stream, and who waits for whom.
+
+    Args:
+        allocate: bytes -> the handle of a new symmetric buffer. Collective.
+        stream: what copies run on; None (tests on CPUs): where they are issued.
+    """
+
+    def __init__(
+        self, rank: int, size: int, allocate: Callable[[int], Handle], stream: Any, timeout_seconds: float
+    ) -> None:
+        self.rank, self.size, self.stream = rank, size, stream
+        self.timeout_ms = max(int(timeout_seconds * 1000), 1)
+        self._allocate = allocate
+        self._handle: Handle | None = None
+        self._num_bytes, self._used = 0, False
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room. Collective where it has to grow."""
+        if num_bytes > self._num_bytes:
+            # The old buffer goes once nobody uses it: allocating waits for that.
+            self._handle, self._num_bytes, self._used = self._allocate(num_bytes), num_bytes, False
+
+    @property
+    def handle(self) -> Handle:
+        """Of the present buffer."""
+        assert self._handle is not None
+        return self._handle
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Copies issued inside run beside what the current stream is given later."""
+        if self.stream is None:
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.stream)
+
+    def join(self) -> None:
+        """What the current stream is given from here on runs after the lane's copies."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def take_credit(self, rank: int) -> None:
+        """Wait until a receiver has read what it was sent last time."""
+        if self._used:
+            self.handle.wait_signal(rank, _CREDIT, self.timeout_ms)
+
+    def give_credits(self) -> None:
+        """Everything that came has been read; the next use needs the others' word for the same."""
+        for rank in after(self.rank, self.size):
+            self.handle.put_signal(rank, _CREDIT, self.timeout_ms)
+        self._used = True
+
+    def push(self, piece: Tensor, to: int, place: Tensor, number: int) -> None:
+        """Copy one piece, (O, rows, X), into a peer's buffer and signal it."""
+        # Each of them contiguous: copy engines, not a kernel.
+        for source, target in zip(piece, place, strict=True):
+            target.copy_(source)
+        self.handle.put_signal(to, number, self.timeout_ms)
+
+    def wait_piece(self, source: int, number: int) -> None:
+        """Wait, on the current stream, for a piece of a peer."""
+        self.handle.wait_signal(source, number, self.timeout_ms)
+
+
+class PeerBuffers:
+    """Both lanes of a group; see comms/shard_transport.py for what a transport does."""
+
+    def __init__(self, gathers: Lane, scatters: Lane) -> None:
+        self.gathers, self.scatters = gathers, scatters
+
+    def gather(self, shard_ORX: Tensor, needs_whole: bool) -> Inbox:
+        """See `Transport`."""
+        return _BufferInbox(self.gathers, shard_ORX, needs_whole)
+
+    def scatter(self, shape: tuple[int, int, int], like: Tensor) -> Outbox:
+        """See `Transport`."""
+        return _BufferOutbox(self.scatters, shape, like)
+
+
+class _BufferInbox:
+    def __init__(self, lane: Lane, shard_ORX: Tensor, needs_whole: bool) -> None:
+        outer, self.num_rows, width = shard_ORX.shape
+        self.lane, self.shard, self.pieces = lane, shard_ORX, cut(self.num_rows)
+        self.shape, self.has_own = (outer, lane.size * self.num_rows, width), needs_whole
+        # Whose pieces have come.
+        self.arrived: set[tuple[int, int]] = set()
+        lane.reserve(math.prod(self.shape) * shard_ORX.element_size())
+        self.buffer = lane.handle.get_buffer(lane.rank, self.shape, shard_ORX.dtype)
+        own = rows_of(lane.rank, self.num_rows, slice(0, self.num_rows))
+        with lane.beside():
+            # The rank before this one wants this shard first.
+            for to in reversed(after(lane.rank, lane.size)):
+                lane.take_credit(to)
+                theirs = lane.handle.get_buffer(to, self.shape, shard_ORX.dtype)[:, own]
+                for number, piece in enumerate(self.pieces):
+                    lane.push(shard_ORX[:, piece], to, theirs[:, piece], number)
+            if needs_whole:
+                for source, target in zip(shard_ORX, self.buffer[:, own], strict=True):
+                    target.copy_(source)
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        for piece in self.pieces:
+            yield rows_of(self.lane.rank, self.num_rows, piece), self.shard[:, piece]
+        for source in after(self.lane.rank, self.lane.size):
+            for number, piece in enumerate(self.pieces):
+                self._wait(source, number)
+                rows = rows_of(source, self.num_rows, piece)
+                yield rows, self.buffer[:, rows]
+
+    def whole(self) -> Tensor:
+        assert self.has_own
+        self._wait_all()
+        self.lane.join()
+        return self.buffer
+
+    def close(self) -> None:
+        self._wait_all()
+        self.lane.join()
+        self.lane.give_credits()
+
+    def _wait(self, source: int, number: int) -> None:
+        if (source, number) not in self.arrived:
+            self.lane.wait_piece(source, number)
+            self.arrived.add((source, number))
+
+    def _wait_all(self) -> None:
+        for source in after(self.lane.rank, self.lane.size):
+            for number in range(len(self.pieces)):
+                self._wait(source, number)
+
+
+class _BufferOutbox:
+    def __init__(self, lane: Lane, shape: tuple[int, int, int], like: Tensor) -> None:
+        outer, num_rows, width = shape
+        self.lane, self.num_rows = lane, num_rows // lane.size
+        self.pieces = cut(self.num_rows)
+        self.shape, self.like = (lane.size, outer, self.num_rows, width), like
+        lane.reserve(math.prod(self.shape) * like.element_size())
+        self.buffer = lane.handle.get_buffer(lane.rank, self.shape, like.dtype)
+        # Kept until the lane has copied them.
+        self.spaces: dict[int, Tensor] = {}
+
+    def blocks(self) -> Iterator[slice]:
+        for rank in (*after(self.lane.rank, self.lane.size), self.lane.rank):
+            for piece in self.pieces:
+                yield rows_of(rank, self.num_rows, piece)
+
+    def space(self, rows: slice) -> Tensor:
+        rank, first = divmod(rows.start, self.num_rows)
+        if rank == self.lane.rank:
+            return self.buffer[rank, :, first : first + rows.stop - rows.start]
+        space = self.like.new_empty(self.shape[1], rows.stop - rows.start, self.shape[3])
+        self.spaces[rows.start] = space
+        return space
+
+    def send(self, rows: slice) -> None:
+        rank, first = divmod(rows.start, self.num_rows)
+        if rank == self.lane.rank:
+            return
+        number = [piece.start for piece in self.pieces].index(first)
+        with self.lane.beside():
+            if number == 0:
+                self.lane.take_credit(rank)
+            theirs = self.lane.handle.get_buffer(rank, self.shape, self.like.dtype)[self.lane.rank]
+            self.lane.push(self.spaces[rows.start], rank, theirs[:, self.pieces[number]], number)
+
+    def parts(self) -> Tensor:
+        for source in after(self.lane.rank, self.lane.size):
+            for number in range(len(self.pieces)):
+                self.lane.wait_piece(source, number)
+        return self.buffer.flatten(1, 2)
+
+    def close(self) -> None:
+        self.lane.join()
+        self.lane.give_credits()
+
+
+# ---- of a process group
+
+_BUFFERS: dict[str, PeerBuffers] = {}
+_TIMEOUTS: dict[str, float] = {}
+
+
+def set_timeout(group_name: str, timeout_seconds: float) -> None:
+    """How long a wait for a peer of this group may last. Before its first use."""
+    _TIMEOUTS[group_name] = timeout_seconds
+
+
+def buffers_of(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers:
+    """The lanes of a group of GPUs, made at first use. Collective then."""
+    name = group.group_name
+    if name not in _BUFFERS:
+        timeout = _TIMEOUTS.get(name, DEFAULT_TIMEOUT_SECONDS)
+
+        def lane() -> Lane:
+            stream = torch.cuda.Stream(device, priority=-1)
+            return Lane(group.rank(), group.size(), lambda size: _allocate(group, device, size), stream, timeout)
+
+        _BUFFERS[name] = PeerBuffers(lane(), lane())
+    return _BUFFERS[name]
+
+
+def forget_buffers() -> None:
+    """Give up the buffers of every group, before the groups end. Nothing may be under way."""
+    _BUFFERS.clear()
+    _TIMEOUTS.clear()
+
+
+def _allocate(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Handle:
+    import torch.distributed._symmetric_memory as symmetric
+    from torch._C._distributed_c10d import _SymmetricMemory  # pyright: ignore[reportPrivateUsage]
+
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a captured graph cannot make room for larger shards: run one step of this size before")
+    # Setting multicast up can fail where the rest works.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    if symmetric.get_backend(device) != "CUDA":
+        symmetric.set_backend("CUDA")
+    # Nobody still reads or writes the buffer that this one replaces.
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # pyright: ignore[reportUnknownMemberType]
+    buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+    handle = symmetric.rendezvous(buffer, group.group_name)
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # pyright: ignore[reportUnknownMemberType]
+    return _Mapped(buffer, handle)
+
+
+class _Mapped:
+    """A handle that keeps its buffer alive."""
+
+    def __init__(self, buffer: Tensor, handle: Any) -> None:
+        self.buffer, self.handle = buffer, handle
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype) -> Tensor:
+        return self.handle.get_buffer(rank, sizes, dtype)
+
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        self.handle.put_signal(dst_rank, channel, timeout_ms)
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        self.handle.wait_signal(src_rank, channel, timeout_ms)

@@ -1,0 +1,272 @@
+"""How shards of activations travel between the ranks of a group while products of others are computed.
+
+    messages      send and receive, piece by piece: processes on CPUs
+    collectives   one all-gather or all-to-all, and nothing beside it: few rows, where overlap costs more than it hides
+    buffers       copy engines write pieces into the peers' symmetric memory (comms/peer_buffers.py): GPUs
+
+All have the same two ends. An `Inbox` brings every rank's shard: this rank's own first, then those of the ranks after
+it. An `Outbox` takes a product for every rank: first those of the ranks after this one, its own last. Either way the
+first product runs while rows travel. What arrives is put in its place by rank, so results do not depend on that order.
+
+Shapes: O whatever comes before the split dim, R rows of one rank's shard of it, N ranks, X width.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# A shard is cut into pieces of about so many rows, so that the first arrive while the last are still computed.
+PIECE_ROWS = 4096
+MAX_PIECES = 4
+
+
+class Inbox(Protocol):
+    """Every rank's shard, on its way here."""
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """(rows, (O, rows, X)): which rows of the whole, and what they are, as they come."""
+        ...
+
+    def whole(self) -> Tensor:
+        """(O, N * R, X), contiguous; another's memory, only good until `close`."""
+        ...
+
+    def close(self) -> None:
+        """Nothing that came is read any more."""
+        ...
+
+
+class Outbox(Protocol):
+    """A part of the sum for every rank, on its way there."""
+
+    def blocks(self) -> Iterator[slice]:
+        """Rows of the whole whose products are wanted, in the order to compute them in."""
+        ...
+
+    def space(self, rows: slice) -> Tensor:
+        """(O, rows, X) to be written."""
+        ...
+
+    def send(self, rows: slice) -> None:
+        """What `space` gave for these rows is written."""
+        ...
+
+    def parts(self) -> Tensor:
+        """(N, O * R, X): what each rank computed of this rank's rows; only good until `close`."""
+        ...
+
+    def close(self) -> None:
+        """Nothing that came is read any more."""
+        ...
+
+
+class Transport(Protocol):
+    """One way to move rows between the ranks of a group. All ranks open and close boxes in the same order."""
+
+    def gather(self, shard_ORX: Tensor, needs_whole: bool) -> Inbox:
+        """Send this rank's shard to everyone; `needs_whole`: `whole` will be asked for."""
+        ...
+
+    def scatter(self, shape: tuple[int, int, int], like: Tensor) -> Outbox:
+        """Take parts of (O, N * R, X) for everyone, in dtype and on the device of `like`."""
+        ...
+
+
+def cut(num_rows: int) -> list[slice]:
+    """Pieces of a shard of so many rows, as equal as can be."""
+    count = max(min(-(-num_rows // PIECE_ROWS), MAX_PIECES, num_rows), 1)
+    bounds = [num_rows * piece // count for piece in range(count + 1)]
+    return [slice(first, last) for first, last in itertools.pairwise(bounds)]
+
+
+def rows_of(rank: int, num_rows: int, piece: slice) -> slice:
+    """A piece of a rank's shard as rows of the whole."""
+    return slice(rank * num_rows + piece.start, rank * num_rows + piece.stop)
+
+
+def after(rank: int, size: int) -> list[int]:
+    """The other ranks, from the next one on."""
+    return [(rank + step) % size for step in range(1, size)]
+
+
+# ---- messages
+
+
+class Messages:
+    """Point-to-point messages of a process group: whatever was sent is kept until `close`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+
+    def gather(self, shard_ORX: Tensor, needs_whole: bool) -> Inbox:
+        """See `Transport`."""
+        return _MessageInbox(self, shard_ORX)
+
+    def scatter(self, shape: tuple[int, int, int], like: Tensor) -> Outbox:
+        """See `Transport`."""
+        return _MessageOutbox(self, shape, like)
+
+    def isend(self, x: Tensor, to: int, tag: int) -> dist.Work:
+        """To a rank of the group."""
+        work = dist.isend(x, group=self.group, group_dst=to, tag=tag)
+        assert work is not None
+        return work
+
+    def irecv(self, x: Tensor, source: int, tag: int) -> dist.Work:
+        """From a rank of the group."""
+        work = dist.irecv(x, group=self.group, group_src=source, tag=tag)
+        assert work is not None
+        return work
+
+
+# Of the first piece of each kind, so that a gather and a scatter may be under way together.
+_GATHER_TAG, _SCATTER_TAG = 0, MAX_PIECES
+
+
+class _MessageInbox:
+    def __init__(self, via: Messages, shard_ORX: Tensor) -> None:
+        self.num_rows, self.rank = shard_ORX.shape[1], via.rank
+        self.pieces = cut(self.num_rows)
+        self.own = [shard_ORX[:, piece].contiguous() for piece in self.pieces]
+        self.sent = [
+            via.isend(part, to, _GATHER_TAG + number)
+            for to in reversed(after(via.rank, via.size))
+            for number, part in enumerate(self.own)
+        ]
+        self.found: dict[int, list[Tensor]] = {via.rank: self.own}
+        # gloo counts messages: one that has come must not be waited for again.
+        self.coming: dict[tuple[int, int], dist.Work] = {}
+        for source in after(via.rank, via.size):
+            self.found[source] = [torch.empty_like(part) for part in self.own]
+            for number, part in enumerate(self.found[source]):
+                self.coming[source, number] = via.irecv(part, source, _GATHER_TAG + number)
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        for rank, parts in self.found.items():
+            for number, part in enumerate(parts):
+                if (rank, number) in self.coming:
+                    self.coming.pop((rank, number)).wait()
+                yield rows_of(rank, self.num_rows, self.pieces[number]), part
+
+    def whole(self) -> Tensor:
+        parts = {rows.start: part for rows, part in self.blocks()}
+        return torch.cat([parts[start] for start in sorted(parts)], dim=1)
+
+    def close(self) -> None:
+        for work in self.sent:
+            work.wait()
+
+
+class _MessageOutbox:
+    def __init__(self, via: Messages, shape: tuple[int, int, int], like: Tensor) -> None:
+        outer, num_rows, width = shape
+        self.via, self.num_rows = via, num_rows // via.size
+        self.pieces = cut(self.num_rows)
+        self.found = like.new_empty(via.size, outer, self.num_rows, width)
+        self.spaces: dict[int, Tensor] = {}
+        self.sent: list[dist.Work] = []
+        self.coming: list[tuple[dist.Work, Tensor, Tensor]] = []
+        for source in after(via.rank, via.size):
+            for number, piece in enumerate(self.pieces):
+                place = self.found[source, :, piece]
+                part = torch.empty_like(place, memory_format=torch.contiguous_format)
+                self.coming.append((via.irecv(part, source, _SCATTER_TAG + number), part, place))
+
+    def blocks(self) -> Iterator[slice]:
+        for rank in (*after(self.via.rank, self.via.size), self.via.rank):
+            for piece in self.pieces:
+                yield rows_of(rank, self.num_rows, piece)
+
+    def space(self, rows: slice) -> Tensor:
+        rank, first = divmod(rows.start, self.num_rows)
+        place = self.found[rank, :, first : first + rows.stop - rows.start]
+        if rank == self.via.rank:
+            return place
+        self.spaces[rows.start] = torch.empty_like(place, memory_format=torch.contiguous_format)
+        return self.spaces[rows.start]
+
+    def send(self, rows: slice) -> None:
+        rank, first = divmod(rows.start, self.num_rows)
+        if rank != self.via.rank:
+            number = [piece.start for piece in self.pieces].index(first)
+            self.sent.append(self.via.isend(self.spaces[rows.start], rank, _SCATTER_TAG + number))
+
+    def parts(self) -> Tensor:
+        for work, part, place in self.coming:
+            work.wait()
+            place.copy_(part)
+        return self.found.flatten(1, 2)
+
+    def close(self) -> None:
+        for work in self.sent:
+            work.wait()
+
+
+# ---- collectives
+
+
+class Collectives:
+    """One collective for everything: its rows are one block."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group_name, self.size = group.group_name, group.size()
+
+    def gather(self, shard_ORX: Tensor, needs_whole: bool) -> Inbox:
+        """See `Transport`."""
+        return _CollectiveInbox(self, shard_ORX)
+
+    def scatter(self, shape: tuple[int, int, int], like: Tensor) -> Outbox:
+        """See `Transport`."""
+        return _CollectiveOutbox(self, shape, like)
+
+
+class _CollectiveInbox:
+    def __init__(self, via: Collectives, shard_ORX: Tensor) -> None:
+        self.shape, self.size = shard_ORX.shape, via.size
+        self.coming: Tensor | None = torch.ops._c10d_functional.all_gather_into_tensor(
+            shard_ORX.contiguous(), via.size, via.group_name
+        )
+        self.found = shard_ORX
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        whole = self.whole()
+        yield slice(0, whole.shape[1]), whole
+
+    def whole(self) -> Tensor:
+        if self.coming is not None:
+            found: Tensor = torch.ops._c10d_functional.wait_tensor(self.coming)
+            self.found = found.view(self.size, *self.shape).transpose(0, 1).flatten(1, 2).contiguous()
+            self.coming = None
+        return self.found
+
+    def close(self) -> None:
+        pass
+
+
+class _CollectiveOutbox:
+    def __init__(self, via: Collectives, shape: tuple[int, int, int], like: Tensor) -> None:
+        self.via, self.products = via, like.new_empty(shape)
+
+    def blocks(self) -> Iterator[slice]:
+        yield slice(0, self.products.shape[1])
+
+    def space(self, rows: slice) -> Tensor:
+        return self.products
+
+    def send(self, rows: slice) -> None:
+        pass
+
+    def parts(self) -> Tensor:
+        (outer, num_rows, width), size = self.products.shape, self.via.size
+        by_rank = self.products.view(outer, size, num_rows // size, width).transpose(0, 1).contiguous()
+        splits = [1] * size
+        coming = torch.ops._c10d_functional.all_to_all_single(by_rank, splits, splits, self.via.group_name)
+        found: Tensor = torch.ops._c10d_functional.wait_tensor(coming)
+        return found.flatten(1, 2)
+
+    def close(self) -> None:
+        pass

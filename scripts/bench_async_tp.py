@@ -1,0 +1,351 @@
+"""Speed of matmuls whose rows travel meanwhile, beside the matmul alone, NCCL, and torch's fused operators, in one run.
+
+    python scripts/bench_async_tp.py                                 two GPUs; a few minutes
+    torchrun --nproc-per-node 2 scripts/bench_async_tp.py            the same; the processes are there already
+    python scripts/bench_async_tp.py --rows 8192 --widths 8192x8192  one size, N x K
+    python scripts/bench_async_tp.py --piece-rows 2048,4096,8192     how finely shards are cut, per size
+    python scripts/bench_async_tp.py --dry-run                       tiny sizes on 2 CPU processes
+
+Cases: `gather` multiplies [M / ranks, K] per rank, gathered along M, by [K, N / ranks]; `scatter` multiplies
+[M, K / ranks] by [K / ranks, N], summed and scattered along M. bf16; backward is dX and dW. Sides:
+
+    matmul   the products alone: whole operands are there, nothing travels
+    nccl     all-gather and then the product; product and then reduce-scatter (comms/collectives.py)
+    torch    torch.ops.symm_mem.fused_*; the gather for dW, which has no fused operator, by NCCL
+    ours     comms/async_tp.py, overlapped at every size
+    plain    the same on the path that it takes for few rows; `ours` should win from FUSED_ROWS on
+
+A time is the median over rounds of the slowest rank, launches already queued. `/ matmul` stands for "time over that of
+the products alone"; `error` is the norm-wise difference of output and gradients from nccl's. `block` is two dense
+blocks of a model under tp with parallel.async_tp none and native, forward and backward.
+
+The result goes into benchmarks/async_tp_CARD.json. Exit code: 0 done, 2 wrong usage; a failed process ends the program
+with its traceback.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from comms import shard_transport
+from comms.async_tp import FUSED_ROWS, all_gather_matmul, matmul_reduce_scatter
+from comms.collectives import gather_dim, reduce_scatter
+from parallel.config import ParallelConfig
+from parallel.mesh import build_mesh
+from parallel.process_group import process_group
+from scripts.bench_comms import cell, max_over_ranks, seconds_of
+from scripts.bench_results import result_file, write_result
+from scripts.bench_train import commit, probe
+from trainer.build import build_model
+from trainer.config import Config, PrecisionConfig, TrainConfig
+from trainer.models.config import AttentionConfig, ModelConfig
+from trainer.parity import relative_error, synthetic_batches
+from trainer.step import forward
+from trainer.worker_pool import free_port
+
+SIDES = ("matmul", "nccl", "torch", "ours", "plain")
+ROWS = "512,1024,2048,4096,8192,16384,32768"
+# Dense blocks as wide as those of 8B models; --dry-run.
+BLOCKS = ModelConfig(
+    name="blocks", vocab_size=1024, dim=4096, num_layers=2, num_dense_layers=2, ffn_dim=14336, max_seq_len=4096,
+    attention=AttentionConfig(num_heads=32, num_kv_heads=8, head_dim=128),
+)  # fmt: skip
+TINY = replace(
+    BLOCKS, dim=32, ffn_dim=48, vocab_size=64, attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+)
+
+
+class Case(NamedTuple):
+    """kind: gather or scatter; rows of all ranks, width of the whole product and of the whole contraction."""
+
+    kind: str
+    M: int
+    N: int
+    K: int
+    piece_rows: int
+
+
+class Calls(NamedTuple):
+    """One side of a case: what to time."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[], Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write and show; returns the exit code."""
+    arguments = parse_arguments(argv)
+    launched = "RANK" in os.environ
+    machine = probe()
+    try:
+        if arguments.dry_run:
+            machine.update(card="cpu", gpus=0)
+        elif machine["gpus"] < arguments.nproc and not launched:
+            raise ValueError(f"--nproc={arguments.nproc}: there are {machine['gpus']} GPUs; --dry-run runs on CPUs")
+        out = result_file(arguments, "async_tp", machine["card"], "cases")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="bench_async_tp_") as folder:
+        file = Path(folder) / "measured.json"
+        if launched:
+            run_rank(int(os.environ["LOCAL_RANK"]), None, arguments, file)
+            if int(os.environ["RANK"]) != 0:
+                return 0
+        else:
+            spawn(run_rank, (free_port(), arguments, file), nprocs=arguments.nproc)
+        result = {**describe(arguments, machine), **json.loads(file.read_text())}
+    if out is not None:
+        write_result(out, f"{arguments.nproc}_gpus", result, "cases")
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(table(result) if out is None else f"{table(result)}\nwritten: {out}")
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, checked; ends the process with code 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="bench_async_tp.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nproc", type=int, default=int(os.environ.get("WORLD_SIZE", "2")))
+    parser.add_argument("--rows", default=ROWS, help="M, rows of all ranks; default: %(default)s")
+    parser.add_argument("--widths", default="8192x8192,8192x4096", help="N x K; default: %(default)s")
+    parser.add_argument("--piece-rows", default=str(shard_transport.PIECE_ROWS), help="default: %(default)s")
+    parser.add_argument("--sides", default=",".join(SIDES), help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-block", action="store_true", help="leave the blocks of a model out")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/async_tp_CARD.json; none for a dry run")
+    parser.add_argument("--commit", help="commit to note; default: asked from git")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on 2 CPU processes")
+    arguments = parser.parse_args(argv)
+    arguments.sides = arguments.sides.split(",")
+    if unknown := set(arguments.sides) - set(SIDES):
+        parser.error(f"--sides: {', '.join(sorted(unknown))} is not known; choose from {', '.join(SIDES)}")
+    try:
+        arguments.cases = cases_of(arguments)
+    except ValueError as error:
+        parser.error(f"--rows and --piece-rows are numbers divided by commas, --widths are like 8192x4096 ({error})")
+    wrong = [case for case in arguments.cases if any(size % arguments.nproc for size in case[1:4])]
+    if wrong or arguments.rounds <= 0:
+        parser.error(f"M, N and K must be multiples of --nproc={arguments.nproc} and --rounds positive; wrong: {wrong}")
+    return arguments
+
+
+def cases_of(arguments: argparse.Namespace) -> list[Case]:
+    """What to measure, in order."""
+    if arguments.dry_run:
+        arguments.rounds = 1
+        arguments.sides = [side for side in arguments.sides if side != "torch"]
+        return [Case(kind, rows, 24, 16, 8) for kind in ("gather", "scatter") for rows in (16, 60)]
+    widths = [tuple(int(size) for size in pair.split("x")) for pair in arguments.widths.split(",")]
+    rows, pieces = ([int(size) for size in text.split(",")] for text in (arguments.rows, arguments.piece_rows))
+    return [
+        Case(kind, M, N, K, piece_rows)
+        for N, K in widths
+        for M in rows
+        for kind in ("gather", "scatter")
+        for piece_rows in pieces
+    ]
+
+
+def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, where, and with which code."""
+    return {
+        "nproc": arguments.nproc,
+        "rounds": arguments.rounds,
+        "fused_rows": FUSED_ROWS,
+        "dry_run": arguments.dry_run,
+        "card": machine["card"],
+        "torch": machine["torch"],
+        "cuda": machine["cuda"],
+        "commit": arguments.commit or commit(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for a person: one line per case and side."""
+    lines = [
+        f"{result['nproc']} x {result['card']}, torch {result['torch']}, {result['commit'][:12]}",
+        f"{'':34}{'fwd ms':>9}{'/ matmul':>9}{'bwd ms':>9}{'/ matmul':>9}{'error':>9}",
+    ]
+    for case in result["cases"]:
+        name = f"{case['kind']} {case['M']}, {case['N']}, {case['K']} / {case['piece_rows']}"
+        for side, found in case["sides"].items():
+            cells = [found[key] for key in ("forward_ms", "forward_ratio", "backward_ms", "backward_ratio", "error")]
+            lines.append(f"{name:26}{side:8}" + "".join(f"{cell(value):>9}" for value in cells))
+    for mode, milliseconds in result["block"].items():
+        lines.append(f"{'two blocks, fwd + bwd':26}{mode:8}{milliseconds:>9.3f}")
+    return "\n".join(lines)
+
+
+# ---- one rank
+
+
+def run_rank(local_rank: int, port: int | None, arguments: argparse.Namespace, file: Path) -> None:
+    """Measure every case together with the other ranks; rank 0 writes the figures."""
+    if port is not None:
+        world = str(arguments.nproc)
+        os.environ.update(RANK=str(local_rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # Nobody uses multicast: neither do we.
+    os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+    if arguments.dry_run:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with process_group(timeout_seconds=300) as device:
+        found = [measure(arguments, case, device) for case in arguments.cases]
+        block = {} if arguments.no_block else measure_blocks(arguments, device)
+        if dist.get_rank() == 0:
+            file.write_text(json.dumps({"cases": found, "block": block}))
+
+
+def measure(arguments: argparse.Namespace, case: Case, device: torch.device) -> dict[str, Any]:
+    """Figures of one case, alike on every rank but for its error."""
+    shard_transport.PIECE_ROWS = case.piece_rows
+    sides = sides_of(case, device, arguments.sides)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    calls = 2 if device.type == "cpu" else 10
+    # Sides in turn, so that a slower moment is everybody's; the first round loads kernels and connects the ranks.
+    for measured in [False] + [True] * arguments.rounds:
+        for name, side in sides.items():
+            pair = seconds_of(side.forward, device, calls), seconds_of(side.backward, device, calls)
+            if measured:
+                times[name].append(pair)
+    exact = [sides["nccl"].forward(), *sides["nccl"].backward()] if "nccl" in sides else []
+    found: dict[str, dict[str, float | None]] = {}
+    for name, pairs in times.items():
+        forward_s, backward_s = (max_over_ranks(statistics.median(column)) for column in zip(*pairs, strict=True))
+        compared = exact if name in ("torch", "ours", "plain") else []
+        results = [sides[name].forward(), *sides[name].backward()] if compared else []
+        errors = [relative_error(a, b) for a, b in zip(results, exact, strict=True)] if results else []
+        error = max(errors) if errors else None
+        found[name] = {"forward_ms": 1e3 * forward_s, "backward_ms": 1e3 * backward_s, "error": error}
+    for figures in found.values():
+        for kind in ("forward", "backward"):
+            alone = found["matmul"][f"{kind}_ms"] if "matmul" in found else None
+            mine = figures[f"{kind}_ms"]
+            figures[f"{kind}_ratio"] = mine / alone if alone and mine is not None else None
+    return {**case._asdict(), "sides": found}
+
+
+def sides_of(case: Case, device: torch.device, names: Sequence[str]) -> dict[str, Calls]:
+    """What to time of each side, on operands of this rank."""
+    assert dist.group.WORLD is not None
+    size, group = dist.get_world_size(), dist.group.WORLD.group_name
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
+
+    M, N, K = case.M, case.N, case.K
+    if case.kind == "gather":
+        x, weight, grad = random(M // size, K), random(N // size, K) / K**0.5, random(M, N // size)
+        whole_x, whole_grad = random(M, K), grad
+    else:
+        x, weight, grad = random(M, K // size), random(N, K // size) / K**0.5, random(M // size, N)
+        whole_x, whole_grad = x, random(M, N)
+    forwards: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "nccl": lambda x, w: F.linear(gather_dim(x, 0, group), w),
+        "ours": lambda x, w: all_gather_matmul(x, [w], 0, group, 0)[0],
+        "plain": lambda x, w: all_gather_matmul(x, [w], 0, group, 2**31)[0],
+    }
+    if case.kind == "scatter":
+        forwards = {
+            "nccl": lambda x, w: reduce_scatter(F.linear(x, w), 0, group),
+            "ours": lambda x, w: matmul_reduce_scatter(x, w, 0, group, 0),
+            "plain": lambda x, w: matmul_reduce_scatter(x, w, 0, group, 2**31),
+        }
+    found = {
+        "matmul": Calls(lambda: F.linear(whole_x, weight), lambda: [whole_grad @ weight, whole_grad.t() @ whole_x])
+    }
+    found |= {name: through_autograd(forward, x, weight, grad) for name, forward in forwards.items()}
+    if device.type == "cuda":
+        found["torch"] = fused_by_torch(case.kind, x, weight, grad, group)
+    return {name: found[name] for name in names if name in found}
+
+
+def through_autograd(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, grad: Tensor) -> Calls:
+    """Forward without a graph, and backward of a graph that is kept."""
+    leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+    out = function(*leaves)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return function(x, weight)
+
+    return Calls(forward, lambda: list(torch.autograd.grad(out, leaves, grad, retain_graph=True)))
+
+
+def fused_by_torch(kind: str, x: Tensor, weight: Tensor, grad: Tensor, group: str) -> Calls:
+    """torch's own operators, put together as its compiler would."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(group)  # pyright: ignore[reportArgumentType]
+    ops = torch.ops.symm_mem
+    if kind == "gather":
+        return Calls(
+            lambda: ops.fused_all_gather_matmul(x, [weight.t()], 0, group, return_A=False)[1][0],
+            lambda: [
+                ops.fused_matmul_reduce_scatter(grad, weight, "sum", 0, group),
+                grad.t() @ gather_dim(x, 0, group),
+            ],
+        )
+
+    def backward() -> list[Tensor]:
+        whole, (dx,) = ops.fused_all_gather_matmul(grad, [weight], 0, group, return_A=True)
+        return [dx, whole.t() @ x]
+
+    return Calls(lambda: ops.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group), backward)
+
+
+def measure_blocks(arguments: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """Milliseconds of forward and backward of a model of two dense blocks, per value of parallel.async_tp."""
+    shard_transport.PIECE_ROWS = 8 if arguments.dry_run else 4096
+    found: dict[str, float] = {}
+    for mode in ("none", "native"):
+        mesh = build_mesh(ParallelConfig(tp=arguments.nproc, async_tp=mode), device)
+        config = Config(
+            train=TrainConfig(
+                global_batch_size=2, micro_batch_size=2, seq_len=16 if arguments.dry_run else BLOCKS.max_seq_len
+            ),
+            model=TINY if arguments.dry_run else BLOCKS,
+            parallel=mesh.config,
+            precision=PrecisionConfig(recipe="fp32" if arguments.dry_run else "bf16"),
+        )
+        model = build_model(config, mesh)
+        (batch,) = synthetic_batches(config, mesh, 0)
+
+        def step(model: Any = model, batch: Any = batch, mask: bool = config.data.document_mask) -> None:
+            output = forward(model, batch, device, mask)
+            assert output.loss_sum is not None
+            output.loss_sum.backward()
+            model.zero_grad(set_to_none=True)
+
+        calls = 1 if arguments.dry_run else 5
+        rounds = [seconds_of(step, device, calls) for _ in range(arguments.rounds + 1)][1:]
+        found[mode] = 1e3 * max_over_ranks(statistics.median(rounds))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

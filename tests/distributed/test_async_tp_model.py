@@ -1,0 +1,165 @@
+"""A model whose matmuls overlap with their transfer computes what one process computes; CASES 63 and 64's kind."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from comms import async_tp
+from parallel.async_tp import AsyncChoice, connect_async_tp, count_fused
+from parallel.config import ParallelConfig
+from parallel.mesh import build_mesh, resolve_sizes
+from parallel.tensor_parallel import TensorParallelMaps
+from tests.distributed.harness import run_workers
+from tests.distributed.tiny_models import MODELS
+from tests.distributed.traces import assert_same, one_process, trace_of
+from trainer.banner import describe_async_tp
+from trainer.build import build_model
+from trainer.config import Config, PrecisionConfig, TrainConfig
+from trainer.models.config import ModelConfig
+from trainer.models.transformer import Transformer
+from trainer.parity import synthetic_batches
+from trainer.parity_layouts import Layout
+from trainer.step import forward
+
+
+def native(num_processes: int, **sizes) -> Layout:
+    return Layout(num_processes, resolve_sizes(ParallelConfig(async_tp="native", **sizes), num_processes))
+
+
+NATIVE = native(2, tp=2)
+# tp=4 has more ranks than key and value heads; activation checkpointing runs the operators twice.
+OTHERS = [
+    (native(4, tp=4), "qwen3"),
+    (native(4, tp=2, ep=2, cp=2), "gpt_oss"),
+    (native(2, tp=2, etp=2, activation_checkpoint="full"), "deepseek"),
+    (native(2, tp=2, activation_checkpoint="selective"), "deepseek"),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek", "gpt_oss"])
+def test_native_async_tp_equals_one_process(name: str) -> None:
+    assert_same(trace_of(NATIVE, MODELS[name]), one_process(name), 1e-10)
+
+
+@pytest.mark.parametrize(("layout", "name"), OTHERS)
+def test_native_async_tp_beside_other_axes_equals_one_process(layout: Layout, name: str) -> None:
+    assert_same(trace_of(layout, MODELS[name]), one_process(name), 1e-10)
+
+
+def test_native_async_tp_in_fp32() -> None:
+    trace = trace_of(NATIVE, MODELS["qwen3"], recipe="fp32")
+    assert_same(trace, one_process("qwen3", "fp32"), 5e-6)
+
+
+def build(model: ModelConfig, parallel: ParallelConfig, **train) -> tuple[Transformer, Config]:
+    mesh = build_mesh(parallel, torch.device("cpu"))
+    train = TrainConfig(global_batch_size=2, micro_batch_size=2, seq_len=8, **train)
+    config = Config(train=train, model=model, parallel=mesh.config, precision=PrecisionConfig(recipe="fp64"))
+    return build_model(config, mesh), config
+
+
+def told_and_called(name: str, parallel: ParallelConfig) -> tuple[AsyncChoice, str, int, int]:
+    """What the run says of itself; how many maps one forward takes through fused operators, and how many through
+    plain ones."""
+    model, config = build(MODELS[name], parallel)
+    mesh, fused, plain = build_mesh(parallel, torch.device("cpu")), [], []
+    gather, scatter = async_tp.all_gather_matmul, async_tp.matmul_reduce_scatter
+
+    def count_gather(x, weights, *rest):
+        fused.extend(weights)
+        return gather(x, weights, *rest)
+
+    def count_scatter(x, weight, *rest):
+        fused.append(weight)
+        return scatter(x, weight, *rest)
+
+    with (
+        patch("parallel.tensor_parallel.all_gather_matmul", count_gather),
+        patch("parallel.tensor_parallel.matmul_reduce_scatter", count_scatter),
+        patch.object(TensorParallelMaps, "_columns", lambda self, x, linear: plain.append(linear)),
+        torch.no_grad(),
+    ):
+        forward(model, synthetic_batches(config, mesh, 0)[0], mesh.device, True)
+    return model.async_tp, describe_async_tp(model.async_tp), len(fused), len(plain)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_case_63_a_run_says_how_many_matmuls_are_fused(name: str) -> None:
+    """And that is how many there are: a forward takes each map once (evaluation leaves out what predicts further)."""
+    for choice, said, num_fused, num_plain in run_workers(told_and_called, 2, name, NATIVE.parallel):
+        assert f"native: {choice.num_fused} of {choice.num_maps} split matmuls fused" in said
+        assert choice.num_fused == choice.num_maps == num_fused > 0 == num_plain
+
+
+def fused_of_low_precision(nothing_left: bool) -> tuple[int, int] | str:
+    from trainer.precision import linear_names
+
+    model, _ = build(MODELS["deepseek"], NATIVE.parallel)
+    mesh = build_mesh(NATIVE.parallel, torch.device("cpu"))
+    names = linear_names(model) if nothing_left else [n for n in linear_names(model) if n.endswith("w_gate")]
+    assert names
+    from moe.low_precision_linear import LowPrecisionLinear
+
+    for name in names:
+        model.get_submodule(name).__class__ = LowPrecisionLinear
+    if not nothing_left:
+        return count_fused(model)
+    with pytest.raises(ValueError) as caught:
+        connect_async_tp(model, mesh, 16)
+    return str(caught.value)
+
+
+def test_case_63_maps_in_low_precision_are_not_counted_as_fused() -> None:
+    for fused, total in run_workers(fused_of_low_precision, 2, False):
+        # w_gate takes w_up with it: they share a gather.
+        assert fused == total - 2
+    for message in run_workers(fused_of_low_precision, 2, True):
+        assert "parallel.async_tp=native fuses none of" in message and "precision.linears" in message
+
+
+def refusal(mode: str, on_gpu: bool) -> str:
+    """Of a pass of 16 tokens; GPUs that can reach each other are pretended."""
+    model, _ = build(MODELS["qwen3"], NATIVE.parallel)
+    mesh = build_mesh(replace(NATIVE.parallel, async_tp=mode), torch.device("cpu"))
+    if on_gpu:
+        mesh = replace(mesh, device=torch.device("cuda"))
+    with patch("parallel.async_tp.unavailable", lambda *_: None), pytest.raises(ValueError) as caught:
+        connect_async_tp(model, mesh, 16)
+    return str(caught.value)
+
+
+def test_case_63_what_would_fuse_nothing_is_refused() -> None:
+    for message in run_workers(refusal, 2, "native", True):
+        assert "fuses none of" in message and "16 tokens" in message and str(async_tp.FUSED_ROWS) in message
+    for message in run_workers(refusal, 2, "inductor", False):
+        assert message.startswith("parallel.async_tp=inductor needs GPUs")
+
+
+def test_case_63_a_compiler_that_fused_nothing_is_an_error() -> None:
+    """The count comes from a pass over compiled graphs; it is told once."""
+    choice, counter = AsyncChoice("inductor", 0, 0), patch("parallel.async_tp.fused_by_inductor")
+    with counter as made:
+        made.return_value.count = 0
+        with pytest.raises(RuntimeError, match="the compiler fused no matmul"):
+            choice.check_compiled()
+        made.return_value.count = 12
+        choice = AsyncChoice("inductor", 0, 0)
+        assert "inductor fused 12 matmuls" in (choice.check_compiled() or "")
+        assert choice.check_compiled() is None
+    assert AsyncChoice("native", 1, 1).check_compiled() is AsyncChoice("none", 0, 0).check_compiled() is None
+
+
+def test_the_pass_counts_matmuls_of_fused_operators() -> None:
+    from parallel.async_tp import fused_by_inductor
+
+    counter = type(fused_by_inductor())()
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    symm_mem = torch.ops.symm_mem
+    graph.call_function(symm_mem.fused_all_gather_matmul.default, (x, [x, x, x], 0, "tp"))
+    graph.call_function(symm_mem.fused_matmul_reduce_scatter.default, (x, x, "sum", 0, "tp"))
+    graph.call_function(torch.ops.aten.mm.default, (x, x))
+    counter(graph)
+    assert counter.count == 4 and counter.uuid() is None

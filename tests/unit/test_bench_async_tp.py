@@ -1,0 +1,48 @@
+"""The benchmark of matmuls whose rows travel: it runs, sides agree, and it writes and shows what it found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.bench_async_tp import SIDES, cases_of, main, parse_arguments
+
+
+@pytest.mark.slow
+def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "new" / "async_tp_cpu.json"
+    assert main(["--dry-run", "--json", "--commit", "abc", "--out", str(file)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert json.loads(file.read_text()) == {"2_gpus": result}
+    assert (result["card"], result["commit"], result["nproc"]) == ("cpu", "abc", 2)
+    assert [(case["kind"], case["M"]) for case in result["cases"]] == [
+        ("gather", 16), ("gather", 60), ("scatter", 16), ("scatter", 60),
+    ]  # fmt: skip
+    for case in result["cases"]:
+        assert set(case["sides"]) == set(SIDES) - {"torch"}
+        assert case["sides"]["matmul"]["forward_ratio"] == case["sides"]["matmul"]["backward_ratio"] == 1.0
+        for side in ("ours", "plain"):
+            # fp32 in another order of sums.
+            assert case["sides"][side]["error"] < 1e-5
+            assert case["sides"][side]["backward_ms"] > 0
+    assert set(result["block"]) == {"none", "native"}
+
+
+def test_cases() -> None:
+    cases = parse_arguments(["--rows", "512,8192", "--widths", "8192x4096", "--piece-rows", "2048,4096"]).cases
+    assert len(cases) == 8 and cases[0] == ("gather", 512, 8192, 4096, 2048)
+    published = {("gather", 8192, 8192, 8192), ("scatter", 16384, 8192, 4096)}
+    assert published <= {case[:4] for case in cases_of(parse_arguments([]))}
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--sides", "ours,theirs"], "theirs is not known"),
+        (["--widths", "8192"], "like 8192x4096"),
+        (["--rows", "511"], "multiples of --nproc=2"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        assert message in capsys.readouterr().err
+    assert main(["--nproc", "64"]) == 2
+    assert "--nproc=64: there are" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""The protocol of buffers between GPUs, with threads as ranks, and how shards are cut. What GPUs add is streams."""
+
+import random
+import time
+from itertools import pairwise
+from threading import Barrier, Condition, Thread
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from comms import shard_transport
+from comms.async_tp import _multiply_arrivals, _scatter_products
+from comms.peer_buffers import Lane, PeerBuffers
+from comms.shard_transport import cut
+
+
+class FakeHandle:
+    """Buffers and flags of every rank in one process; a wait that takes too long is an error."""
+
+    def __init__(self, rank: int, shared: dict[str, Any]) -> None:
+        self.rank, self.shared = rank, shared
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype) -> Tensor:
+        count = torch.Size(sizes).numel() * dtype.itemsize
+        return self.shared["buffers"][rank][:count].view(dtype).view(*sizes)
+
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        self._turn((dst_rank, channel, self.rank), False)
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        self._turn((self.rank, channel, src_rank), True)
+
+    def _turn(self, flag: tuple[int, int, int], old: bool) -> None:
+        changed, flags = self.shared["changed"], self.shared["flags"]
+        with changed:
+            assert changed.wait_for(lambda: flags.get(flag, False) == old, 10), f"{flag} never became {old}"
+            flags[flag] = not old
+            changed.notify_all()
+
+
+def threaded_lanes(size: int) -> list[PeerBuffers]:
+    lanes: list[list[Lane]] = []
+    for _ in range(2):
+        shared: dict[str, Any] = {"changed": Condition(), "barrier": Barrier(size)}
+
+        def allocate(rank: int, num_bytes: int, shared: dict[str, Any] = shared) -> FakeHandle:
+            if shared["barrier"].wait(10) == 0:
+                # Poisoned: what is read before it came shows.
+                shared["buffers"] = [torch.full((num_bytes,), 255, dtype=torch.uint8) for _ in range(size)]
+                shared["flags"] = {}
+            shared["barrier"].wait(10)
+            return FakeHandle(rank, shared)
+
+        lanes.append(
+            [Lane(rank, size, lambda n, rank=rank, make=allocate: make(rank, n), None, 10) for rank in range(size)]
+        )
+    return [PeerBuffers(*pair) for pair in zip(*lanes, strict=True)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_lanes_of_buffers_compute_the_same(size: int) -> None:
+    """Sizes grow and shrink; a gather is open while a scatter runs, as in backward."""
+    ranks, failures = threaded_lanes(size), []
+    generator = torch.Generator().manual_seed(0)
+    rounds = []
+    for rows in (3, 5, 1, 8, 8):
+        shards = torch.randn(size, 2, rows, 4, generator=generator, dtype=torch.float64)
+        wide = torch.randn(size, 2, size * rows, 6, generator=generator, dtype=torch.float64)
+        weights = torch.randn(2, size, 4, 6, generator=generator, dtype=torch.float64)
+        rounds.append((shards, wide, weights))
+
+    def work(rank: int) -> None:
+        chooser = random.Random(rank)
+        try:
+            for shards, wide, (up, down) in rounds:
+                whole = shards.transpose(0, 1).flatten(1, 2)
+                inbox = ranks[rank].gather(shards[rank], needs_whole=True)
+                time.sleep(chooser.random() * 0.01)
+                products = _scatter_products(ranks[rank], [wide[rank]], [down[rank].t()], shards[rank])
+                time.sleep(chooser.random() * 0.01)
+                (gathered,) = _multiply_arrivals(inbox, size, shards[rank], [up[rank]])
+                torch.testing.assert_close(gathered, whole @ up[rank], rtol=1e-12, atol=1e-12)
+                assert torch.equal(inbox.whole(), whole)
+                inbox.close()
+                rows = shards.shape[2]
+                parts = [(wide[r] @ down[r].t())[:, rank * rows : (rank + 1) * rows] for r in range(size)]
+                torch.testing.assert_close(products, sum(parts), rtol=1e-12, atol=1e-12)
+        except BaseException as error:
+            failures.append((rank, repr(error)))
+
+    threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    with patch.object(shard_transport, "PIECE_ROWS", 2), torch.no_grad():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 4095, 4096, 4097, 10_000, 100_001])
+def test_pieces_cover_a_shard_in_order(num_rows: int) -> None:
+    pieces = cut(num_rows)
+    assert pieces[0].start == 0 and pieces[-1].stop == num_rows
+    assert all(a.stop == b.start for a, b in pairwise(pieces))
+    sizes = [piece.stop - piece.start for piece in pieces]
+    assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1 and len(pieces) <= shard_transport.MAX_PIECES
