@@ -237,7 +237,8 @@ def measure(arguments: argparse.Namespace, case: Case, device: torch.device) -> 
         compared = exact if name in ("torch", "ours", "plain") else []
         results = [sides[name].forward(), *sides[name].backward()] if compared else []
         errors = [relative_error(a, b) for a, b in zip(results, exact, strict=True)] if results else []
-        error = max(errors) if errors else None
+        # JSON has no infinity, which is what numbers that are not finite give.
+        error = min(max(errors), 1e30) if errors else None
         found[name] = {"forward_ms": 1e3 * forward_s, "backward_ms": 1e3 * backward_s, "error": error}
     for figures in found.values():
         for kind in ("forward", "backward"):
