@@ -28,8 +28,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +36,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -48,16 +45,14 @@ from comms.async_tp import FUSED_ROWS, all_gather_matmul, matmul_reduce_scatter
 from comms.collectives import gather_dim, reduce_scatter
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
-from parallel.process_group import process_group
 from scripts.bench_comms import cell, max_over_ranks, seconds_of
-from scripts.bench_results import result_file, write_result
-from scripts.bench_train import commit, probe
+from scripts.bench_ranks import measure_on_ranks, settle_gpus
+from scripts.bench_results import probe, result_file, stamp, write_result
 from trainer.build import build_model
 from trainer.config import Config, PrecisionConfig, TrainConfig
 from trainer.models.config import AttentionConfig, ModelConfig
 from trainer.parity import relative_error, synthetic_batches
 from trainer.step import forward
-from trainer.worker_pool import free_port
 
 SIDES = ("matmul", "nccl", "torch", "ours", "plain")
 ROWS = "512,1024,2048,4096,8192,16384,32768"
@@ -91,26 +86,17 @@ class Calls(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write and show; returns the exit code."""
     arguments = parse_arguments(argv)
-    launched = "RANK" in os.environ
     machine = probe()
     try:
-        if arguments.dry_run:
-            machine.update(card="cpu", gpus=0)
-        elif machine["gpus"] < arguments.nproc and not launched:
-            raise ValueError(f"--nproc={arguments.nproc}: there are {machine['gpus']} GPUs; --dry-run runs on CPUs")
+        settle_gpus(arguments, machine)
         out = result_file(arguments, "async_tp", machine["card"], "cases")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="bench_async_tp_") as folder:
-        file = Path(folder) / "measured.json"
-        if launched:
-            run_rank(int(os.environ["LOCAL_RANK"]), None, arguments, file)
-            if int(os.environ["RANK"]) != 0:
-                return 0
-        else:
-            spawn(run_rank, (free_port(), arguments, file), nprocs=arguments.nproc)
-        result = {**describe(arguments, machine), **json.loads(file.read_text())}
+    figures = measure_on_ranks(measure_all, arguments)
+    if figures is None:
+        return 0
+    result = {**describe(arguments, machine), **figures}
     if out is not None:
         write_result(out, f"{arguments.nproc}_gpus", result, "cases")
     if arguments.json:
@@ -173,12 +159,7 @@ def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str
         "nproc": arguments.nproc,
         "rounds": arguments.rounds,
         "fused_rows": FUSED_ROWS,
-        "dry_run": arguments.dry_run,
-        "card": machine["card"],
-        "torch": machine["torch"],
-        "cuda": machine["cuda"],
-        "commit": arguments.commit or commit(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **stamp(arguments, machine),
     }
 
 
@@ -201,21 +182,10 @@ def table(result: dict[str, Any]) -> str:
 # ---- one rank
 
 
-def run_rank(local_rank: int, port: int | None, arguments: argparse.Namespace, file: Path) -> None:
-    """Measure every case together with the other ranks; rank 0 writes the figures."""
-    if port is not None:
-        world = str(arguments.nproc)
-        os.environ.update(RANK=str(local_rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    # Nobody uses multicast: neither do we.
-    os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
-    if arguments.dry_run:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with process_group(timeout_seconds=300) as device:
-        found = [measure(arguments, case, device) for case in arguments.cases]
-        block = {} if arguments.no_block else measure_blocks(arguments, device)
-        if dist.get_rank() == 0:
-            file.write_text(json.dumps({"cases": found, "block": block}))
+def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Figures of every case, in order, and of the blocks."""
+    cases = [measure(arguments, case, device) for case in arguments.cases]
+    return {"cases": cases, "block": {} if arguments.no_block else measure_blocks(arguments, device)}
 
 
 def measure(arguments: argparse.Namespace, case: Case, device: torch.device) -> dict[str, Any]:

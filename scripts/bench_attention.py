@@ -16,12 +16,8 @@ failed process ends the program with its traceback.
 """
 
 import argparse
-import json
-import os
-import socket
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,15 +27,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from comms.split_sequence import SplitSequence
 from parallel.context_parallel import ContextParallel, context_attention
-from parallel.process_group import process_group
-from scripts.bench_results import result_file, write_result
-from scripts.bench_train import commit, probe
+from scripts.bench_ranks import measure_on_ranks, settle_gpus
+from scripts.bench_results import probe, result_file, stamp, write_result
 from trainer.models.config import AttentionConfig
 from trainer.models.inner_attention import InnerAttention, plan_sequences
 
@@ -71,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="bench_attention_") as folder:
-        file = Path(folder) / "measured.json"
-        spawn(run_rank, (free_port(), arguments, file), nprocs=arguments.nproc)
-        result = {**describe(arguments, machine), "modes": json.loads(file.read_text())}
+    modes = measure_on_ranks(measure, arguments)
+    if modes is None:
+        return 0
+    result = {**describe(arguments, machine), "modes": modes}
     if out is not None:
         write_result(out, name_of(arguments), result, "modes")
         print(f"written: {out}")
@@ -100,7 +94,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.dry_run:
         arguments.seq_len, arguments.rounds, arguments.shape = 64, 2, "tiny"
-        arguments.nproc = arguments.nproc or 2
     arguments.modes = arguments.modes.split(",")
     if unknown := set(arguments.modes) - set(MODES):
         parser.error(f"--modes: {', '.join(sorted(unknown))} is not known; choose from {', '.join(MODES)}")
@@ -115,14 +108,7 @@ def settle(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
     Raises:
         ValueError: too few GPUs, or a sequence that does not divide.
     """
-    if arguments.dry_run:
-        machine.update(card="cpu", gpus=0)
-    elif not machine["gpus"]:
-        raise ValueError("no GPU found; --dry-run tries the program on CPUs")
-    else:
-        arguments.nproc = arguments.nproc or machine["gpus"]
-        if arguments.nproc > machine["gpus"]:
-            raise ValueError(f"--nproc={arguments.nproc}: there are {machine['gpus']} GPUs")
+    settle_gpus(arguments, machine)
     unit = 2 * arguments.nproc
     if arguments.seq_len % unit:
         raise ValueError(f"--seq-len={arguments.seq_len} must be a multiple of 2 x --nproc = {unit}")
@@ -145,12 +131,7 @@ def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str
         "window": arguments.window,
         "nproc": arguments.nproc,
         "rounds": arguments.rounds,
-        "dry_run": arguments.dry_run,
-        "card": machine["card"],
-        "torch": machine["torch"],
-        "cuda": machine["cuda"],
-        "commit": arguments.commit or commit(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **stamp(arguments, machine),
     }
 
 
@@ -170,31 +151,12 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 # ---- one rank
 
 
-def run_rank(rank: int, port: int, arguments: argparse.Namespace, file: Path) -> None:
-    """Measure every mode together with the other ranks; rank 0 writes {mode: figures}."""
-    world = str(arguments.nproc)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if arguments.dry_run:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with process_group(timeout_seconds=300) as device:
-        figures = measure(arguments, rank, device)
-        if rank == 0:
-            file.write_text(json.dumps(figures))
-
-
-def measure(arguments: argparse.Namespace, rank: int, device: torch.device) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """{mode: figures}, alike on every rank."""
+    rank = dist.get_rank()
     whole = random_inputs(arguments, device)
     runs: dict[str, tuple[Attention, list[Tensor]]] = {"one": (whole_attention(arguments, device), whole)}
     for mode in arguments.modes:

@@ -26,7 +26,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +36,6 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -45,10 +43,8 @@ from comms.all_to_all import DispatchPlan, combine, dispatch, pack, plan_dispatc
 from comms.put_and_take import put_rows, take_rows
 from comms.symmetric_exchange import DISPATCH, describe_tag, plan_exchange, tag_of
 from comms.symmetric_memory import Exchange, create_exchange, forget_exchanges, plan_layout
-from parallel.process_group import process_group
-from scripts.bench_results import result_file, write_result
-from scripts.bench_train import commit, probe
-from trainer.worker_pool import free_port
+from scripts.bench_ranks import measure_on_ranks, settle_gpus
+from scripts.bench_results import probe, result_file, stamp, write_result
 
 NUM_EXPERTS = 128
 
@@ -75,23 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     machine = probe()
     try:
-        if arguments.dry_run:
-            machine["card"] = "cpu"
-        elif machine["gpus"] < arguments.nproc:
-            raise ValueError(f"--nproc={arguments.nproc}: there are {machine['gpus']} GPUs; --dry-run needs none")
+        settle_gpus(arguments, machine)
         out = result_file(arguments, "comms", machine["card"], "cases")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="bench_comms_") as folder:
-        file = Path(folder) / "measured.json"
-        if "RANK" in os.environ:
-            run_rank(int(os.environ["LOCAL_RANK"]), None, arguments, file)
-            if int(os.environ["RANK"]) != 0:
-                return 0
-        else:
-            spawn(run_rank, (free_port(), arguments, file), nprocs=arguments.nproc)
-        result = {**describe(arguments, machine), "cases": json.loads(file.read_text())}
+    cases = measure_on_ranks(measure_cases, arguments)
+    if cases is None:
+        return 0
+    result = {**describe(arguments, machine), "cases": cases}
     if out is not None:
         write_result(out, f"width_{arguments.width}_{arguments.nproc}_gpus", result, "cases")
     if arguments.json:
@@ -149,12 +137,7 @@ def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str
         "rounds": arguments.rounds,
         "backend": "collective" if arguments.dry_run else "symm_mem",
         "payload": "model",
-        "dry_run": arguments.dry_run,
-        "card": machine["card"],
-        "torch": machine["torch"],
-        "cuda": machine["cuda"],
-        "commit": arguments.commit or commit(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **stamp(arguments, machine),
     }
 
 
@@ -199,20 +182,9 @@ def cell(value: float | None) -> str:
 # ---- one rank
 
 
-def run_rank(local_rank: int, port: int | None, arguments: argparse.Namespace, file: Path) -> None:
-    """Measure every case together with the other ranks; rank 0 writes the figures."""
-    if port is not None:
-        world = str(arguments.nproc)
-        os.environ.update(RANK=str(local_rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    # Beside our puts, NCCL too must send each row to one rank.
-    os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
-    if arguments.dry_run:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with process_group(timeout_seconds=300) as device:
-        found = [measure(arguments, case, device) for case in arguments.cases]
-        if dist.get_rank() == 0:
-            file.write_text(json.dumps(found))
+def measure_cases(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Figures of every case, in order."""
+    return [measure(arguments, case, device) for case in arguments.cases]
 
 
 def tokens_of(case: Case, width: int, device: torch.device) -> Tokens:

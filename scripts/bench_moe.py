@@ -40,8 +40,7 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench_results import read_results, result_file, write_result
-from scripts.bench_train import commit
+from scripts.bench_results import read_results, result_file, stamp, write_result
 from scripts.moe_kernels import measure_kernels
 from scripts.moe_picture import draw_ratios
 from scripts.moe_sides import (
@@ -141,12 +140,7 @@ def describe(arguments: argparse.Namespace, card: str) -> dict[str, Any]:
     return {
         "rounds": arguments.rounds,
         "compiled": not arguments.eager,
-        "dry_run": arguments.dry_run,
-        "card": card,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "commit": arguments.commit or commit(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **stamp(arguments, {"card": card, "torch": torch.__version__, "cuda": torch.version.cuda}),
     }
 
 

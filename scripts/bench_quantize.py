@@ -28,8 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from comms.kernels.codec import pack_rows, unpack_rows
 from moe.kernels.quantize import pad_groups
 from moe.quantize import fp8_rows, fp8_squares, mxfp8_both, mxfp8_columns, mxfp8_rows
-from scripts.bench_results import result_file, write_result
-from scripts.bench_train import commit
+from scripts.bench_results import result_file, stamp, write_result
 
 REPEATS = 10
 
@@ -88,12 +87,7 @@ def describe(arguments: argparse.Namespace, card: str) -> dict[str, Any]:
         "width": arguments.width,
         "experts": arguments.experts,
         "rounds": arguments.rounds,
-        "dry_run": arguments.dry_run,
-        "card": card,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "commit": arguments.commit or commit(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **stamp(arguments, {"card": card, "torch": torch.__version__, "cuda": torch.version.cuda}),
     }
 
 

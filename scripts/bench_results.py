@@ -1,8 +1,13 @@
-"""Where benchmarks keep their results: benchmarks/KIND_CARD.json, an object with one entry per thing measured."""
+"""What benchmarks note of machine and code, and where they keep their results: benchmarks/KIND_CARD.json, an object
+with one entry per thing measured.
+"""
 
 import argparse
 import json
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +50,42 @@ def write_result(file: Path, name: str, result: dict[str, Any], field: str) -> N
     results[name] = result
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+
+
+def stamp(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+    """Which card (`machine` as `probe` gives it), software and code, and when."""
+    return {
+        "dry_run": arguments.dry_run,
+        "card": machine["card"],
+        "torch": machine["torch"],
+        "cuda": machine["cuda"],
+        "commit": arguments.commit or commit(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def probe() -> dict[str, Any]:
+    """torch and the GPUs, asked in a process of its own: this one must not hold memory on a GPU."""
+    code = (
+        "import json, torch; n = torch.cuda.device_count(); p = torch.cuda.get_device_properties(0) if n else None;"
+        "print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda, 'gpus': n,"
+        "'card': p.name if p else None, 'memory_gib': p.total_memory / 2**30 if p else None}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"error: torch cannot be imported by {sys.executable}:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def commit() -> str:
+    """The checkout's commit, `+changes` where files differ from it; `unknown` without git."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -15,7 +15,6 @@ ratios of one file entry only. Exit code: 0 done, 1 a run failed (its last lines
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -30,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench_results import result_file, write_result
+from scripts.bench_results import probe, result_file, stamp, write_result
 from scripts.train_speed import Row, measure, read_ours, read_torchtitan, summarise, table
 from trainer.metrics_file import read_metrics
 
@@ -110,19 +109,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if min(arguments.repeats, arguments.local_batch, arguments.seq_len, arguments.timeout) <= 0:
         parser.error("--repeats, --local-batch, --seq-len and --timeout must be positive")
     return arguments
-
-
-def probe() -> dict[str, Any]:
-    """torch and the GPUs, asked in a process of its own: this one must not hold memory on a GPU."""
-    code = (
-        "import json, torch; n = torch.cuda.device_count(); p = torch.cuda.get_device_properties(0) if n else None;"
-        "print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda, 'gpus': n,"
-        "'card': p.name if p else None, 'memory_gib': p.total_memory / 2**30 if p else None}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"error: torch cannot be imported by {sys.executable}:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def settle(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
@@ -308,28 +294,9 @@ def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str
         "steps": arguments.steps,
         "log_every": arguments.log_every,
         "world_size": arguments.nproc,
-        "dry_run": arguments.dry_run,
         "overrides": [*LIKE_TORCHTITAN[arguments.model], *arguments.overrides],
-        "card": machine["card"],
-        "torch": machine["torch"],
-        "cuda": machine["cuda"],
-        "commit": arguments.commit or commit(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **stamp(arguments, machine),
     }
-
-
-def commit() -> str:
-    """The checkout's commit, `+changes` where files differ from it; `unknown` without git."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 if __name__ == "__main__":

@@ -190,6 +190,20 @@ def _note_overflow(overflow, asked, bound, tag):
 
 
 @triton.jit
+def _wait_for_room(
+    pointers, errors, me, tag, limit,
+    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """Until every rank has taken what was put last. Returns the epoch of what comes now."""
+    epoch = tl.load(_word(pointers, me, FLAGS_AT + 2 * NUM_RANKS)) + 1
+    for rank in range(NUM_RANKS):
+        _wait(
+            pointers, errors, me, rank, FLAGS_AT + NUM_RANKS + rank, FAILED_AT, tag, epoch - 1, limit, False, CLOCK
+        )  # fmt: skip
+    return epoch
+
+
+@triton.jit
 def _copy_words(source, target, source_row, target_row, mask_row, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows of WORDS int32 words from one place to another; COLUMNS is a power of two."""
     for start in tl.static_range(0, WORDS, COLUMNS):
@@ -209,11 +223,7 @@ def put_rows_kernel(
     TILE: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each token's row, and its side words, into its place at every rank that it goes to; read once, written often."""
-    epoch = tl.load(_word(pointers, me, FLAGS_AT + 2 * NUM_RANKS)) + 1
-    for rank in range(NUM_RANKS):
-        _wait(
-            pointers, errors, me, rank, FLAGS_AT + NUM_RANKS + rank, FAILED_AT, tag, epoch - 1, limit, False, CLOCK
-        )  # fmt: skip
+    epoch = _wait_for_room(pointers, errors, me, tag, limit, FLAGS_AT, FAILED_AT, NUM_RANKS, CLOCK)
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, TILE), tl.num_programs(0)):
         token = tile * TILE + tl.arange(0, TILE)
         inside = token < num_tokens
@@ -317,11 +327,7 @@ def put_back_kernel(
     TILE: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each received row (or what became of it) back to its sender, to its place among the rows that that one sent."""
-    epoch = tl.load(_word(pointers, me, FLAGS_AT + 2 * NUM_RANKS)) + 1
-    for rank in range(NUM_RANKS):
-        _wait(
-            pointers, errors, me, rank, FLAGS_AT + NUM_RANKS + rank, FAILED_AT, tag, epoch - 1, limit, False, CLOCK
-        )  # fmt: skip
+    epoch = _wait_for_room(pointers, errors, me, tag, limit, FLAGS_AT, FAILED_AT, NUM_RANKS, CLOCK)
     num_rows = tl.load(totals)
     own = me * NUM_RANKS + me
     num_own = tl.load(routes + own)

@@ -8,8 +8,6 @@ failure.
 import os
 import random
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,12 +24,12 @@ from comms.collectives import gather_dim, reduce_scatter
 from parallel.config import ParallelConfig
 from parallel.process_group import process_group, temporary_groups
 from tests.distributed.tiny_models import MODELS
+from tests.gpu.two_ranks import NUM_RANKS, Check, assert_passed, run_checks, set_environment
 from trainer.parity import compare, relative_error, trace_layout
 from trainer.worker_pool import free_port
 
 pytestmark = pytest.mark.multi_gpu
 
-NUM_RANKS = 2
 BOUNDS = {torch.float64: 1e-12, torch.bfloat16: 4e-3}
 ALWAYS = 0
 
@@ -221,7 +219,7 @@ def case_63_inductor_fuses_and_counts(device: torch.device) -> None:
         assert model.async_tp.check_compiled() and model.async_tp.num_fused > 0
 
 
-CHECKS: dict[str, Callable[[torch.device], None]] = {
+CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
         case_56_fused_equals_unfused_at_every_dim,
@@ -239,44 +237,16 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
 }
 
 
-def set_environment(rank: int, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1",
-    )  # fmt: skip
-
-
-def run_checks(rank: int, port: int, folder: str) -> None:
-    set_environment(rank, port)
-    with process_group(timeout_seconds=240) as device:
-        for name, check in CHECKS.items():
-            problem = ""
-            try:
-                check(device)
-                torch.cuda.synchronize()
-            except Exception:
-                problem = traceback.format_exc()
-            (Path(folder) / f"{name}.{rank}").write_text(problem)
-            # A rank whose check failed early must not meet the other in the next one.
-            dist.barrier()
-
-
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("async_tp")
-    try:
-        mp.spawn(run_checks, (free_port(), str(folder)), nprocs=NUM_RANKS)
-    except Exception:
-        (folder / "ended").write_text(traceback.format_exc())
+    run_checks(CHECKS.values(), folder)
     return folder
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_gpus(problems: Path, name: str) -> None:
-    for rank in range(NUM_RANKS):
-        file = problems / f"{name}.{rank}"
-        assert file.exists(), (problems / "ended").read_text() if (problems / "ended").exists() else "never ran"
-        assert not file.read_text(), f"rank {rank}:\n{file.read_text()}"
+    assert_passed(name, problems)
 
 
 def one_rank_stays_away(rank: int, port: int, folder: str) -> None:

@@ -4,10 +4,7 @@ Rows are moved and sums keep the collective backend's order, so whatever both co
 check runs on both ranks with an arena of its own; what it raised is the test's failure.
 """
 
-import os
 import random
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from comms.all_to_all import combine, dispatch, plan_dispatch
@@ -25,10 +21,8 @@ from comms.symmetric_exchange import COMBINE, DISPATCH, PLAN, SymmetricPlan, _or
 from comms.symmetric_memory import Exchange
 from moe.config import MoEConfig
 from moe.layer import MoE
-from parallel.process_group import process_group
 from tests.gpu.two_backends import (
     EXPERTS_PER_RANK,
-    NUM_RANKS,
     TOP_K,
     WIDTH,
     Inputs,
@@ -38,7 +32,7 @@ from tests.gpu.two_backends import (
     round_trip,
     work,
 )
-from trainer.worker_pool import free_port
+from tests.gpu.two_ranks import NUM_RANKS, Check, assert_passed, run_checks
 
 pytestmark = pytest.mark.multi_gpu(2)
 
@@ -305,7 +299,7 @@ def overflow_is_noted(device: torch.device) -> None:
             exchange.check_overflow()
 
 
-CHECKS: dict[str, Callable[[torch.device], None]] = {
+CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
         equal_to_the_collective_backend,
@@ -325,37 +319,13 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
 }
 
 
-def run_checks(rank: int, port: int, folder: str) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1",
-    )  # fmt: skip
-    with process_group(timeout_seconds=240) as device:
-        for name, check in CHECKS.items():
-            problem = ""
-            try:
-                check(device)
-                torch.cuda.synchronize()
-            except Exception:
-                problem = traceback.format_exc()
-            (Path(folder) / f"{name}.{rank}").write_text(problem)
-            # A rank whose check failed early must not meet the other in the next one.
-            dist.barrier()
-
-
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("symm_mem")
-    try:
-        mp.spawn(run_checks, (free_port(), str(folder)), nprocs=NUM_RANKS)
-    except Exception:
-        (folder / "ended").write_text(traceback.format_exc())
+    run_checks(CHECKS.values(), folder)
     return folder
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_gpus(problems: Path, name: str) -> None:
-    for rank in range(NUM_RANKS):
-        file = problems / f"{name}.{rank}"
-        assert file.exists(), (problems / "ended").read_text() if (problems / "ended").exists() else "never ran"
-        assert not file.read_text(), f"rank {rank}:\n{file.read_text()}"
+    assert_passed(name, problems)

@@ -10,8 +10,9 @@ from comms.all_to_all import AS_IT_IS, combine, dispatch, plan_dispatch
 from comms.payload import Payload
 from comms.symmetric_exchange import describe_tag, plan_exchange
 from comms.symmetric_memory import Exchange, create_exchange, plan_layout
+from tests.gpu.two_ranks import NUM_RANKS
 
-NUM_RANKS, TOP_K, EXPERTS_PER_RANK = 2, 4, 8
+TOP_K, EXPERTS_PER_RANK = 4, 8
 MAX_TOKENS, WIDTH = 1024, 512
 
 

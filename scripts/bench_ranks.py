@@ -1,0 +1,65 @@
+"""A benchmark whose figures several processes measure together: started here, or there already under torchrun."""
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from parallel.process_group import process_group
+from trainer.worker_pool import free_port
+
+# Gives the figures, alike on every rank; what it returns can be written as JSON.
+Measure = Callable[[argparse.Namespace, torch.device], Any]
+
+
+def settle_gpus(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
+    """Fill in `card`, and --nproc if it is None (all GPUs, 2 in a dry run).
+
+    Raises:
+        ValueError: fewer GPUs than processes.
+    """
+    if arguments.dry_run:
+        machine.update(card="cpu", gpus=0)
+        arguments.nproc = arguments.nproc or 2
+        return
+    arguments.nproc = arguments.nproc or machine["gpus"]
+    if not arguments.nproc:
+        raise ValueError("no GPU found; --dry-run tries the program on CPUs")
+    if arguments.nproc > machine["gpus"] and "RANK" not in os.environ:
+        raise ValueError(f"--nproc={arguments.nproc}: there are {machine['gpus']} GPUs; --dry-run runs on CPUs")
+
+
+def measure_on_ranks(measure: Measure, arguments: argparse.Namespace) -> Any:
+    """What rank 0 of --nproc processes measured; None in the other processes of torchrun."""
+    with tempfile.TemporaryDirectory(prefix="bench_") as folder:
+        file = Path(folder) / "measured.json"
+        if "RANK" in os.environ:
+            run_rank(int(os.environ["LOCAL_RANK"]), None, measure, arguments, file)
+            if int(os.environ["RANK"]) != 0:
+                return None
+        else:
+            spawn(run_rank, (free_port(), measure, arguments, file), nprocs=arguments.nproc)
+        return json.loads(file.read_text())
+
+
+def run_rank(local_rank: int, port: int | None, measure: Measure, arguments: argparse.Namespace, file: Path) -> None:
+    """One process; `port` is None where the environment names the others already."""
+    if port is not None:
+        world = str(arguments.nproc)
+        os.environ.update(RANK=str(local_rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # Our kernels send each row to one rank; beside them, NCCL and torch must too.
+    os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+    if arguments.dry_run:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with process_group(timeout_seconds=300) as device:
+        figures = measure(arguments, device)
+        if dist.get_rank() == 0:
+            file.write_text(json.dumps(figures))
