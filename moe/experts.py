@@ -45,6 +45,12 @@ def within_bound(pairs: Pairs, ids_RK: Tensor) -> Pairs:
     return Pairs(rows_P, order_P, slots_RK, offsets_E)
 
 
+def each_row_a_pair(num_pairs: int, offsets_E: Tensor) -> Pairs:
+    """Tables of rows that are sorted by expert already, one pair each."""
+    index_P = torch.arange(num_pairs, device=offsets_E.device, dtype=torch.int32)
+    return Pairs(index_P, index_P, torch.where(index_P < offsets_E[-1], index_P, -1)[:, None], offsets_E)
+
+
 # w_gate_up, w_down, b_gate_up, b_down
 ExpertWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -57,9 +63,8 @@ class GroupedExperts(nn.Module):
         self.config = config
         # Replaced by its compiled twin when the run compiles.
         self.activation = weighted_activation
-        # How sorted rows meet their experts' matrices, and the low-precision recipe behind it: see `use_recipe`.
+        # How sorted rows meet their experts' matrices: see `use_recipe`.
         self.linear: Callable[..., Tensor] = grouped_linear
-        self.recipe: Recipe | None = None
         # False on all but one of the ranks that share each expert's hidden units: partial sums have one bias.
         self.adds_down_bias = True
         num_experts, hidden = config.num_experts, config.expert_dim
@@ -90,21 +95,34 @@ class GroupedExperts(nn.Module):
             pairs = within_bound(pairs, ids_RK)
         # Where memory behind the last pair is undefined, it must be zero before it meets anything.
         ends_E = None if exact else pairs.offsets_E
-        if backend == "fused":
-            return self.fused(rows_RD, weights_RK, (w_gate_up, w_down, b_gate_up, b_down), pairs, ends_E)
+        weights = w_gate_up, w_down, b_gate_up, b_down
+        if backend == "fused" and not self.config.scores_before_experts:
+            return fused_experts(rows_RD, weights_RK, *weights, pairs, self.config.activation)
         weights_P = weights_RK.reshape(-1).index_select(0, pairs.order_P.clamp(min=0))
-        x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK, ends_E))  # pyright: ignore
+        x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.slots_RK, num_pairs, ends_E))  # pyright: ignore
         if self.config.scores_before_experts:
             x_PD, weights_P = (x_PD * weights_P[:, None]).to(x_PD.dtype), torch.ones_like(weights_P)
-        h_PH = self.linear(x_PD, w_gate_up.flatten(1, 2), pairs.offsets_E, exact=exact)
+        if backend == "fused":
+            alone = each_row_a_pair(num_pairs, pairs.offsets_E)
+            y_PD = fused_experts(x_PD, weights_P[:, None], *weights, alone, self.config.activation)
+        else:
+            y_PD = self.grouped(x_PD, weights_P, weights, pairs.offsets_E, exact)
+        return _SumPairs.apply(y_PD, pairs.slots_RK, num_pairs, ends_E)  # type: ignore[no-any-return]
+
+    def grouped(
+        self, x_PD: Tensor, weights_P: Tensor, weights: ExpertWeights, offsets_E: Tensor, exact: bool
+    ) -> Tensor:
+        """y_PD[p] = weights[p] * expert of p (x[p]), by torch's grouped GEMM or a low-precision recipe."""
+        w_gate_up, w_down, b_gate_up, b_down = weights
+        h_PH = self.linear(x_PD, w_gate_up.flatten(1, 2), offsets_E, exact=exact)
         if b_gate_up is not None:
-            h_PH = h_PH + _per_pair(b_gate_up.flatten(1, 2), pairs.offsets_E, num_pairs)
+            h_PH = h_PH + _per_pair(b_gate_up.flatten(1, 2), offsets_E, x_PD.shape[0])
         a_PF = self.activation(h_PH, weights_P, self.config.activation)
-        y_PD = self.linear(a_PF, w_down, pairs.offsets_E, exact=exact)
+        y_PD = self.linear(a_PF, w_down, offsets_E, exact=exact)
         if b_down is not None:
-            bias_PD = _per_pair(b_down, pairs.offsets_E, num_pairs)
+            bias_PD = _per_pair(b_down, offsets_E, x_PD.shape[0])
             y_PD = y_PD + (bias_PD * weights_P[:, None]).to(y_PD.dtype)
-        return _SumPairs.apply(y_PD, pairs.rows_P, pairs.slots_RK, ends_E)  # type: ignore[no-any-return]
+        return y_PD
 
     def use_recipe(self, recipe: Recipe) -> None:
         """Compute both maps by a low-precision recipe from now on.
@@ -118,26 +136,8 @@ class GroupedExperts(nn.Module):
                 "set model.moe.backend=auto"
             )
         check_dims(recipe, local(self.w_down).shape[1:], "a routed expert (model.dim x model.moe.expert_dim)")
-        self.recipe = recipe
         self.linear = partial(low_precision_grouped_linear, recipe=recipe)
         self.config = replace(self.config, backend="grouped_mm")
-
-    def fused(
-        self, rows_RD: Tensor, weights_RK: Tensor, weights: ExpertWeights, pairs: Pairs, ends_E: Tensor | None
-    ) -> Tensor:
-        """The same by fused kernels (moe/fused_experts.py)."""
-        activation = self.config.activation
-        if not self.config.scores_before_experts:
-            return fused_experts(rows_RD, weights_RK, *weights, pairs, activation)
-        # Each pair is a row of its own, already weighted.
-        weights_P = weights_RK.reshape(-1).index_select(0, pairs.order_P.clamp(min=0))
-        x_PD = cast(Tensor, _GatherPairs.apply(rows_RD, pairs.rows_P, pairs.slots_RK, ends_E))  # pyright: ignore
-        x_PD = (x_PD * weights_P[:, None]).to(x_PD.dtype)
-        index_P = torch.arange(x_PD.shape[0], device=x_PD.device, dtype=torch.int32)
-        slots_P = torch.where(index_P < pairs.offsets_E[-1], index_P, -1)
-        alone = Pairs(index_P, index_P, slots_P[:, None], pairs.offsets_E)
-        y_PD = fused_experts(x_PD, torch.ones_like(weights_P)[:, None], *weights, alone, activation)
-        return _SumPairs.apply(y_PD, pairs.rows_P, pairs.slots_RK, ends_E)  # type: ignore[no-any-return]
 
 
 def weighted_activation(h_PH: Tensor, weights_P: Tensor, activation: str) -> Tensor:
@@ -159,17 +159,16 @@ def _per_pair(bias_EX: Tensor, offsets_E: Tensor, num_pairs: int) -> Tensor:
     pair = torch.arange(num_pairs, device=bias_EX.device)
     expert_P = torch.searchsorted(offsets_E, pair, right=True)
     of_expert_PE = expert_P[:, None] == torch.arange(bias_EX.shape[0], device=bias_EX.device)
-    # Behind the last offset are pairs of no expert, whose gradient may be anything.
-    return torch.where(of_expert_PE.any(1, keepdim=True), of_expert_PE.to(bias_EX.dtype) @ bias_EX, 0)
+    return of_expert_PE.to(bias_EX.dtype) @ bias_EX
 
 
 class _GatherPairs(torch.autograd.Function):
     """x[p] = rows[row of p]; the gradient sums a row's pairs in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, rows_P: Tensor, slots_RK: Tensor, ends_E: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, slots_RK: Tensor, num_pairs: int, ends_E: Tensor | None) -> Tensor:
         ctx.save_for_backward(slots_RK)
-        return _expand(rows_RD, slots_RK, rows_P.shape[0], ends_E)
+        return _expand(rows_RD, slots_RK, num_pairs, ends_E)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -180,9 +179,9 @@ class _SumPairs(torch.autograd.Function):
     """out[r] = sum of the row's pairs; the mirror of `_GatherPairs`."""
 
     @staticmethod
-    def forward(ctx: Any, y_PD: Tensor, rows_P: Tensor, slots_RK: Tensor, ends_E: Tensor | None) -> Tensor:
+    def forward(ctx: Any, y_PD: Tensor, slots_RK: Tensor, num_pairs: int, ends_E: Tensor | None) -> Tensor:
         ctx.save_for_backward(slots_RK, ends_E)
-        ctx.num_pairs = rows_P.shape[0]
+        ctx.num_pairs = num_pairs
         return gather_sum(y_PD, slots_RK)
 
     @staticmethod

@@ -6,6 +6,7 @@
     4. experts    the rank's own experts, weighted sum per row            moe/experts.py
     5. combine    one row per (token, rank) comes back and is summed      comms/all_to_all.py
 
+Rows travel by collectives, or through symmetric memory (comms/symmetric_exchange.py) behind the same two functions.
 Dispatch moves rows between ranks; experts are a local matter. On one rank steps 3 and 5 are the identity, so there is
 one path for every layout. Beside it the shared expert, if there is one, sees every token.
 

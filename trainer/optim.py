@@ -4,13 +4,14 @@ The schedule is a pure function of the step: nothing of it needs saving, and a r
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.sgd import sgd
 
 from moe.linear_maps import local
 from trainer.config import OptimConfig
@@ -34,8 +35,33 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         beta1, beta2 = config.betas
         return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr)
+        return LocalSGD(groups, lr=config.lr)
     raise ValueError(f"optim.name={config.name} must be adamw or sgd")
+
+
+class LocalSGD(torch.optim.SGD):
+    """Plain SGD on what each rank has of a weight: the same numbers as on DTensors, which plan each operation for
+    seconds where a weight lies on four mesh axes."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
+        """One update; weights without gradient stay as they are."""
+        assert closure is None
+        for group in self.param_groups:
+            pairs = [(local(p), local(p.grad)) for p in group["params"] if p.grad is not None]
+            weights, grads = [list(column) for column in zip(*pairs, strict=True)] if pairs else ([], [])
+            sgd(
+                weights,
+                grads,
+                [None] * len(weights),
+                weight_decay=group["weight_decay"],
+                momentum=0.0,
+                lr=group["lr"],
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+        return None
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, object]]:

@@ -40,7 +40,7 @@ def test_experts_alone_by_default() -> None:
     model, names = converted(MLA, recipe="mxfp8")
     assert names == []
     experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
-    assert [str(module.recipe) for module in experts] == ["mxfp8: exact mode on the CPU"]
+    assert [str(module.linear.keywords["recipe"]) for module in experts] == ["mxfp8: exact mode on the CPU"]
 
 
 def test_everything_is_told_in_one_line() -> None:
