@@ -15,8 +15,9 @@ one gather. A weight's gradient is one product over all rows: it accumulates in 
 
 The order of work: a gather multiplies this rank's rows first, then those of the ranks after it as they come; a scatter
 computes for the ranks after it first and for itself last. Neither shows in results: rows are put in their places, and
-parts are rounded to the dtype of x, then summed in fp32 in ascending rank order and rounded once. So messages between
-CPUs, copies between GPUs and the plain path for few rows (comms/shard_transport.py) compute the same.
+parts are rounded to the dtype of x, then summed in fp32 in ascending rank order and rounded once. (Of two GPUs, the own
+part is added by its own product, which spares it the first rounding.) Few rows take the plain path: a collective, and
+then the product, or the other way round; forward's gathered rows are then kept.
 
 Shapes: O whatever comes before the split dim, R rows of one rank's shard, C = N * R rows of all ranks, X and Y widths.
 """
@@ -35,7 +36,7 @@ from torch.nn import functional as F
 from comms.collectives import gather_dim, reduce_scatter
 from comms.kernels.gather_sum import gather_sum
 from comms.peer_buffers import buffers_of
-from comms.shard_transport import Collectives, Inbox, Messages, Transport
+from comms.shard_transport import Inbox, Messages, Transport
 
 # Rows of all ranks together (times what comes before the split dim) from which GPUs overlap; with fewer, the launches
 # and signals cost more than the transfer that they hide. To be set from scripts/bench_async_tp.py.
@@ -52,13 +53,13 @@ def all_gather_matmul(
         dim: the dim that is split over the ranks. The last one is not overlapped.
         min_rows: rows of all ranks from which transfers overlap; None: FUSED_ROWS on GPUs, any number on CPUs.
     """
-    dim %= x.dim()
-    if dim == x.dim() - 1:
+    dim, size = dim % x.dim(), _size(group_name)
+    if dim == x.dim() - 1 or size * _num_rows(x) < _threshold(x, min_rows):
         whole = gather_dim(x, dim, group_name)
         return tuple(F.linear(whole, weight) for weight in weights)
     rows, shape = _as_rows(x, dim), list(x.shape)
-    shape[dim] *= _size(group_name)
-    found = _GatherMatmul.apply(rows, group_name, _threshold(x, min_rows), *weights)  # pyright: ignore
+    shape[dim] *= size
+    found = _GatherMatmul.apply(rows, group_name, *weights)  # pyright: ignore
     return tuple(y.reshape(*shape[:-1], y.shape[-1]) for y in cast(tuple[Tensor, ...], found))
 
 
@@ -70,14 +71,14 @@ def matmul_reduce_scatter(
     Raises:
         ValueError: `dim` does not divide by the number of ranks.
     """
-    dim %= x.dim()
-    if dim == x.dim() - 1:
-        return reduce_scatter(F.linear(x, weight), dim, group_name)
-    shape, size = list(x.shape), _size(group_name)
-    if shape[dim] % size:
+    dim, shape, size = dim % x.dim(), list(x.shape), _size(group_name)
+    # The last dim's size is that of the weight; what scatters it says so itself.
+    if dim != x.dim() - 1 and shape[dim] % size:
         raise ValueError(f"dim {dim} of {tuple(shape)} cannot be scattered over {size} ranks: it does not divide")
+    if dim == x.dim() - 1 or _num_rows(x) < _threshold(x, min_rows):
+        return reduce_scatter(F.linear(x, weight), dim, group_name)
     shape[dim] //= size
-    found = _MatmulScatter.apply(_as_rows(x, dim), weight, group_name, _threshold(x, min_rows))  # pyright: ignore
+    found = _MatmulScatter.apply(_as_rows(x, dim), weight, group_name)  # pyright: ignore
     return cast(Tensor, found).reshape(*shape[:-1], weight.shape[0])
 
 
@@ -88,6 +89,10 @@ def is_overlapped(num_rows: int, device: torch.device) -> bool:
 
 def _size(group_name: str) -> int:
     return _get_group_size_by_name(group_name)  # pyright: ignore
+
+
+def _num_rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
 
 
 def _as_rows(x: Tensor, dim: int) -> Tensor:
@@ -102,47 +107,43 @@ def _threshold(x: Tensor, min_rows: int | None) -> int:
 
 class _GatherMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ORX: Tensor, group_name: str, min_rows: int, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x_ORX: Tensor, group_name: str, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_ORX, *weights)
-        ctx.group_name, ctx.min_rows = group_name, min_rows
-        return tuple(gather_matmul(x_ORX, list(weights), group_name, min_rows))
+        ctx.group_name = group_name
+        return tuple(gather_matmul(x_ORX, list(weights), group_name))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_ORX, *weights = ctx.saved_tensors
-        needs_x, _, _, *needs_weights = ctx.needs_input_grad
-        found = gather_matmul_backward(
-            list(grads), x_ORX, weights, ctx.group_name, ctx.min_rows, needs_x, needs_weights
-        )  # fmt: skip
+        needs_x, _, *needs_weights = ctx.needs_input_grad
+        found = gather_matmul_backward(list(grads), x_ORX, weights, ctx.group_name, needs_x, needs_weights)
         dx, *dws = (grad if needed else None for grad, needed in zip(found, (needs_x, *needs_weights), strict=True))
-        return dx, None, None, *dws
+        return dx, None, *dws
 
 
 class _MatmulScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_OCX: Tensor, weight_YX: Tensor, group_name: str, min_rows: int) -> Tensor:
+    def forward(ctx: Any, x_OCX: Tensor, weight_YX: Tensor, group_name: str) -> Tensor:
         ctx.save_for_backward(x_OCX, weight_YX)
-        ctx.group_name, ctx.min_rows = group_name, min_rows
-        return matmul_scatter(x_OCX, weight_YX, group_name, min_rows)
+        ctx.group_name = group_name
+        return matmul_scatter(x_OCX, weight_YX, group_name)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_OCX, weight_YX = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        dx, dw = matmul_scatter_backward(
-            grads[0], x_OCX, weight_YX, ctx.group_name, ctx.min_rows, needs_x, needs_weight
-        )  # fmt: skip
-        return dx if needs_x else None, dw if needs_weight else None, None, None
+        dx, dw = matmul_scatter_backward(grads[0], x_OCX, weight_YX, ctx.group_name, needs_x, needs_weight)
+        return dx if needs_x else None, dw if needs_weight else None, None
 
 
 # ---- operators: what the compiler and activation checkpointing see. No result is memory that a peer may write.
 
 
 @torch.library.custom_op("sluicegate::gather_matmul", mutates_args=())
-def gather_matmul(x_ORX: Tensor, weights: list[Tensor], group_name: str, min_rows: int) -> list[Tensor]:
+def gather_matmul(x_ORX: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
     """(O, C, Y) for each weight (Y, X)."""
     size = _size(group_name)
-    transport = _transport(x_ORX, size * x_ORX.shape[0] * x_ORX.shape[1], group_name, min_rows)
+    transport = _transport(x_ORX, group_name)
     with closing(transport.gather(x_ORX.contiguous(), needs_whole=False)) as inbox:
         return _multiply_arrivals(inbox, size, x_ORX, [weight.t() for weight in weights])
 
@@ -153,13 +154,12 @@ def gather_matmul_backward(
     x_ORX: Tensor,
     weights: list[Tensor],
     group_name: str,
-    min_rows: int,
     needs_x: bool,
     needs_weights: list[bool],
 ) -> list[Tensor]:
     """Gradients of x and of every weight; empty where not needed."""
     grads = [grad.contiguous() for grad in grads]
-    transport = _transport(x_ORX, grads[0].shape[0] * grads[0].shape[1], group_name, min_rows)
+    transport = _transport(x_ORX, group_name)
     found = [x_ORX.new_empty(0) for _ in range(1 + len(weights))]
     # The shards travel again while dx is computed.
     with _maybe_gathered(transport, x_ORX, any(needs_weights)) as inbox:
@@ -174,9 +174,9 @@ def gather_matmul_backward(
 
 
 @torch.library.custom_op("sluicegate::matmul_scatter", mutates_args=())
-def matmul_scatter(x_OCX: Tensor, weight_YX: Tensor, group_name: str, min_rows: int) -> Tensor:
+def matmul_scatter(x_OCX: Tensor, weight_YX: Tensor, group_name: str) -> Tensor:
     """(O, R, Y): this rank's rows of the sum over ranks."""
-    transport = _transport(x_OCX, x_OCX.shape[0] * x_OCX.shape[1], group_name, min_rows)
+    transport = _transport(x_OCX, group_name)
     return _scatter_products(transport, [x_OCX.contiguous()], [weight_YX.t()], x_OCX)
 
 
@@ -186,12 +186,11 @@ def matmul_scatter_backward(
     x_OCX: Tensor,
     weight_YX: Tensor,
     group_name: str,
-    min_rows: int,
     needs_x: bool,
     needs_weight: bool,
 ) -> list[Tensor]:
     """Gradients of x and of the weight, of one gather; empty where not needed."""
-    transport = _transport(x_OCX, x_OCX.shape[0] * x_OCX.shape[1], group_name, min_rows)
+    transport = _transport(x_OCX, group_name)
     size = _size(group_name)
     found = [grad_ORY.new_empty(0), grad_ORY.new_empty(0)]
     with _maybe_gathered(transport, grad_ORY, needs_x or needs_weight, needs_whole=needs_weight) as inbox:
@@ -203,7 +202,7 @@ def matmul_scatter_backward(
 
 
 @gather_matmul.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(x_ORX: Tensor, weights: list[Tensor], group_name: str, min_rows: int) -> list[Tensor]:
+def _(x_ORX: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
     outer, num_rows = x_ORX.shape[:2]
     num_rows = num_rows * _size(group_name)
     return [x_ORX.new_empty(outer, num_rows, weight.shape[0]) for weight in weights]
@@ -215,7 +214,6 @@ def _(
     x_ORX: Tensor,
     weights: list[Tensor],
     group_name: str,
-    min_rows: int,
     needs_x: bool,
     needs_weights: list[bool],
 ) -> list[Tensor]:
@@ -224,7 +222,7 @@ def _(
 
 
 @matmul_scatter.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(x_OCX: Tensor, weight_YX: Tensor, group_name: str, min_rows: int) -> Tensor:
+def _(x_OCX: Tensor, weight_YX: Tensor, group_name: str) -> Tensor:
     num_rows = x_OCX.shape[1] // _size(group_name)
     return x_OCX.new_empty(x_OCX.shape[0], num_rows, weight_YX.shape[0])
 
@@ -235,7 +233,6 @@ def _(
     x_OCX: Tensor,
     weight_YX: Tensor,
     group_name: str,
-    min_rows: int,
     needs_x: bool,
     needs_weight: bool,
 ) -> list[Tensor]:
@@ -246,10 +243,8 @@ def _(
 # ---- what the operators are made of
 
 
-def _transport(x: Tensor, num_rows: int, group_name: str, min_rows: int) -> Transport:
+def _transport(x: Tensor, group_name: str) -> Transport:
     group: dist.ProcessGroup = _resolve_process_group(group_name)  # pyright: ignore
-    if num_rows < min_rows:
-        return Collectives(group)
     return buffers_of(group, x.device) if x.is_cuda else Messages(group)
 
 
@@ -278,9 +273,9 @@ def _scatter_products(transport: Transport, xs: Sequence[Tensor], weights: Seque
     width = weights[0].shape[1]
     with closing(transport.scatter((outer, num_rows, width), like)) as outbox:
         for rows in outbox.blocks():
-            space = outbox.space(rows)
+            space, holds_parts = outbox.space(rows)
             for number, (x, weight) in enumerate(zip(xs, weights, strict=True)):
-                _multiply(x[:, rows], weight, space, add=number > 0)
+                _multiply(x[:, rows], weight, space, add=holds_parts or number > 0)
             outbox.send(rows)
         return _sum_ascending(outbox.parts()).view(outer, -1, width)
 
@@ -304,6 +299,8 @@ def _multiply(x_ORX: Tensor, weight_XY: Tensor, out_ORY: Tensor, add: bool = Fal
 def _sum_ascending(parts_NSX: Tensor) -> Tensor:
     """(S, X): the sum over ranks in fp32 (fp64 for fp64), in ascending order, rounded once."""
     size, num_rows, width = parts_NSX.shape
+    if size == 1:
+        return parts_NSX[0]
     if size == 2:
         # Two bf16 are added in fp32 and rounded once.
         return parts_NSX[0] + parts_NSX[1]

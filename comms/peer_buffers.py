@@ -9,10 +9,12 @@ in symmetric memory, a stream of its own, and flags of one word per (channel, ra
     sender    lane:     wait for the receiver's credit, copy a piece, signal it; next piece; next receiver
     receiver  compute:  wait for a piece's signal, multiply it; ... after the last read, give the credit back
 
-Copies need no thread blocks, and pieces are read where they arrived. A signal is one word that the sender turns from 0
-to 1 (after its copies, at system scope) and the receiver back: nothing is ever reset, so a captured graph can replay.
-The first use of a buffer needs no credit. Waits are bounded by the device's clock: on expiry the kernel traps, which
-the host sees as a CUDA error. Nothing uses NVLink multicast.
+Copies need no thread blocks, and pieces are read where they arrived. Of two ranks, the other's part of a sum is copied
+on, and this rank's product is added to it where it is computed: no pass over both comes after.
+
+A signal is one word that the sender turns from 0 to 1 (after its copies, at system scope) and the receiver back:
+nothing is ever reset, so a captured graph can replay. The first use of a buffer needs no credit. Waits are bounded by the
+device's clock: on expiry the kernel traps, which the host sees as a CUDA error. Nothing uses NVLink multicast.
 
 Buffers grow to the largest need: collectively, because every rank of the group sees the same shapes.
 """
@@ -66,11 +68,13 @@ class Lane:
         self._allocate = allocate
         self._handle: Handle | None = None
         self._num_bytes, self._used = 0, False
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def reserve(self, num_bytes: int) -> None:
         """Make room. Collective where it has to grow."""
         if num_bytes > self._num_bytes:
             # The old buffer goes once nobody uses it: allocating waits for that.
+            self._views.clear()
             self._handle, self._num_bytes, self._used = self._allocate(num_bytes), num_bytes, False
 
     @property
@@ -79,12 +83,28 @@ class Lane:
         assert self._handle is not None
         return self._handle
 
+    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A rank's buffer as numbers of this shape. Kept: making one costs the host more than a launch."""
+        key = rank, shape, dtype
+        if key not in self._views:
+            self._views[key] = self.handle.get_buffer(rank, shape, dtype)
+        return self._views[key]
+
     def beside(self) -> AbstractContextManager[object]:
         """Copies issued inside run beside what the current stream is given later."""
         if self.stream is None:
             return nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self.stream)
+
+    def mark(self) -> Any:
+        """Where the lane's stream has come to, for `wait_for`."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def wait_for(self, mark: Any) -> None:
+        """What the current stream is given from here on runs after the mark."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
 
     def join(self) -> None:
         """What the current stream is given from here on runs after the lane's copies."""
@@ -137,13 +157,13 @@ class _BufferInbox:
         # Whose pieces have come.
         self.arrived: set[tuple[int, int]] = set()
         lane.reserve(math.prod(self.shape) * shard_ORX.element_size())
-        self.buffer = lane.handle.get_buffer(lane.rank, self.shape, shard_ORX.dtype)
+        self.buffer = lane.view(lane.rank, self.shape, shard_ORX.dtype)
         own = rows_of(lane.rank, self.num_rows, slice(0, self.num_rows))
         with lane.beside():
             # The rank before this one wants this shard first.
             for to in reversed(after(lane.rank, lane.size)):
                 lane.take_credit(to)
-                theirs = lane.handle.get_buffer(to, self.shape, shard_ORX.dtype)[:, own]
+                theirs = lane.view(to, self.shape, shard_ORX.dtype)[:, own]
                 for number, piece in enumerate(self.pieces):
                     lane.push(shard_ORX[:, piece], to, theirs[:, piece], number)
             if needs_whole:
@@ -188,35 +208,59 @@ class _BufferOutbox:
         self.pieces = cut(self.num_rows)
         self.shape, self.like = (lane.size, outer, self.num_rows, width), like
         lane.reserve(math.prod(self.shape) * like.element_size())
-        self.buffer = lane.handle.get_buffer(lane.rank, self.shape, like.dtype)
+        self.buffer = lane.view(lane.rank, self.shape, like.dtype)
         # Kept until the lane has copied them.
         self.spaces: dict[int, Tensor] = {}
+        # Of two ranks: the sum, and for each piece when the other's part is in it.
+        self.total = like.new_empty(outer, self.num_rows, width) if lane.size == 2 else None
+        self.ready: list[Any] = []
 
     def blocks(self) -> Iterator[slice]:
         for rank in (*after(self.lane.rank, self.lane.size), self.lane.rank):
             for piece in self.pieces:
                 yield rows_of(rank, self.num_rows, piece)
 
-    def space(self, rows: slice) -> Tensor:
+    def space(self, rows: slice) -> tuple[Tensor, bool]:
         rank, first = divmod(rows.start, self.num_rows)
         if rank == self.lane.rank:
-            return self.buffer[rank, :, first : first + rows.stop - rows.start]
+            place = slice(first, first + rows.stop - rows.start)
+            if self.total is None:
+                return self.buffer[rank, :, place], False
+            self.ready = self.ready or self._copy_parts(self.total)
+            self.lane.wait_for(self.ready[self._number(first)])
+            return self.total[:, place], True
         space = self.like.new_empty(self.shape[1], rows.stop - rows.start, self.shape[3])
         self.spaces[rows.start] = space
-        return space
+        return space, False
+
+    def _copy_parts(self, total: Tensor) -> list[Any]:
+        """Of two ranks: the other's part to where this one's is added. Behind all pushes, so none of them waits."""
+        other, marks = 1 - self.lane.rank, []
+        with self.lane.beside():
+            for number, piece in enumerate(self.pieces):
+                self.lane.wait_piece(other, number)
+                for source, target in zip(self.buffer[other, :, piece], total[:, piece], strict=True):
+                    target.copy_(source)
+                marks.append(self.lane.mark())
+        return marks
+
+    def _number(self, first: int) -> int:
+        return next(number for number, piece in enumerate(self.pieces) if piece.start == first)
 
     def send(self, rows: slice) -> None:
         rank, first = divmod(rows.start, self.num_rows)
         if rank == self.lane.rank:
             return
-        number = [piece.start for piece in self.pieces].index(first)
+        number = self._number(first)
         with self.lane.beside():
             if number == 0:
                 self.lane.take_credit(rank)
-            theirs = self.lane.handle.get_buffer(rank, self.shape, self.like.dtype)[self.lane.rank]
+            theirs = self.lane.view(rank, self.shape, self.like.dtype)[self.lane.rank]
             self.lane.push(self.spaces[rows.start], rank, theirs[:, self.pieces[number]], number)
 
     def parts(self) -> Tensor:
+        if self.total is not None:
+            return self.total.flatten(0, 1)[None]
         for source in after(self.lane.rank, self.lane.size):
             for number in range(len(self.pieces)):
                 self.lane.wait_piece(source, number)

@@ -1,10 +1,9 @@
 """How shards of activations travel between the ranks of a group while products of others are computed.
 
-    messages      send and receive, piece by piece: processes on CPUs
-    collectives   one all-gather or all-to-all, and nothing beside it: few rows, where overlap costs more than it hides
-    buffers       copy engines write pieces into the peers' symmetric memory (comms/peer_buffers.py): GPUs
+    messages   send and receive, piece by piece: processes on CPUs
+    buffers    copy engines write pieces into the peers' symmetric memory (comms/peer_buffers.py): GPUs
 
-All have the same two ends. An `Inbox` brings every rank's shard: this rank's own first, then those of the ranks after
+Both have the same two ends. An `Inbox` brings every rank's shard: this rank's own first, then those of the ranks after
 it. An `Outbox` takes a product for every rank: first those of the ranks after this one, its own last. Either way the
 first product runs while rows travel. What arrives is put in its place by rank, so results do not depend on that order.
 
@@ -47,8 +46,8 @@ class Outbox(Protocol):
         """Rows of the whole whose products are wanted, in the order to compute them in."""
         ...
 
-    def space(self, rows: slice) -> Tensor:
-        """(O, rows, X) to be written."""
+    def space(self, rows: slice) -> tuple[Tensor, bool]:
+        """(O, rows, X) to be written; or, if the second is true, to be added to: the others' parts are in it."""
         ...
 
     def send(self, rows: slice) -> None:
@@ -56,7 +55,10 @@ class Outbox(Protocol):
         ...
 
     def parts(self) -> Tensor:
-        """(N, O * R, X): what each rank computed of this rank's rows; only good until `close`."""
+        """(N, O * R, X): what each rank computed of this rank's rows; only good until `close`.
+
+        (1, O * R, X), good for ever, if they have been added up.
+        """
         ...
 
     def close(self) -> None:
@@ -181,13 +183,13 @@ class _MessageOutbox:
             for piece in self.pieces:
                 yield rows_of(rank, self.num_rows, piece)
 
-    def space(self, rows: slice) -> Tensor:
+    def space(self, rows: slice) -> tuple[Tensor, bool]:
         rank, first = divmod(rows.start, self.num_rows)
         place = self.found[rank, :, first : first + rows.stop - rows.start]
         if rank == self.via.rank:
-            return place
+            return place, False
         self.spaces[rows.start] = torch.empty_like(place, memory_format=torch.contiguous_format)
-        return self.spaces[rows.start]
+        return self.spaces[rows.start], False
 
     def send(self, rows: slice) -> None:
         rank, first = divmod(rows.start, self.num_rows)
@@ -204,69 +206,3 @@ class _MessageOutbox:
     def close(self) -> None:
         for work in self.sent:
             work.wait()
-
-
-# ---- collectives
-
-
-class Collectives:
-    """One collective for everything: its rows are one block."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group_name, self.size = group.group_name, group.size()
-
-    def gather(self, shard_ORX: Tensor, needs_whole: bool) -> Inbox:
-        """See `Transport`."""
-        return _CollectiveInbox(self, shard_ORX)
-
-    def scatter(self, shape: tuple[int, int, int], like: Tensor) -> Outbox:
-        """See `Transport`."""
-        return _CollectiveOutbox(self, shape, like)
-
-
-class _CollectiveInbox:
-    def __init__(self, via: Collectives, shard_ORX: Tensor) -> None:
-        self.shape, self.size = shard_ORX.shape, via.size
-        self.coming: Tensor | None = torch.ops._c10d_functional.all_gather_into_tensor(
-            shard_ORX.contiguous(), via.size, via.group_name
-        )
-        self.found = shard_ORX
-
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        whole = self.whole()
-        yield slice(0, whole.shape[1]), whole
-
-    def whole(self) -> Tensor:
-        if self.coming is not None:
-            found: Tensor = torch.ops._c10d_functional.wait_tensor(self.coming)
-            self.found = found.view(self.size, *self.shape).transpose(0, 1).flatten(1, 2).contiguous()
-            self.coming = None
-        return self.found
-
-    def close(self) -> None:
-        pass
-
-
-class _CollectiveOutbox:
-    def __init__(self, via: Collectives, shape: tuple[int, int, int], like: Tensor) -> None:
-        self.via, self.products = via, like.new_empty(shape)
-
-    def blocks(self) -> Iterator[slice]:
-        yield slice(0, self.products.shape[1])
-
-    def space(self, rows: slice) -> Tensor:
-        return self.products
-
-    def send(self, rows: slice) -> None:
-        pass
-
-    def parts(self) -> Tensor:
-        (outer, num_rows, width), size = self.products.shape, self.via.size
-        by_rank = self.products.view(outer, size, num_rows // size, width).transpose(0, 1).contiguous()
-        splits = [1] * size
-        coming = torch.ops._c10d_functional.all_to_all_single(by_rank, splits, splits, self.via.group_name)
-        found: Tensor = torch.ops._c10d_functional.wait_tensor(coming)
-        return found.flatten(1, 2)
-
-    def close(self) -> None:
-        pass

@@ -10,10 +10,10 @@ Cases: `gather` multiplies [M / ranks, K] per rank, gathered along M, by [K, N /
 [M, K / ranks] by [K / ranks, N], summed and scattered along M. bf16; backward is dX and dW. Sides:
 
     matmul   the products alone: whole operands are there, nothing travels
-    nccl     all-gather and then the product; product and then reduce-scatter (comms/collectives.py)
+    nccl     all-gather and then the product; product and then reduce-scatter (comms/collectives.py): the plain path,
+             which few rows take; `ours` should win from FUSED_ROWS on
     torch    torch.ops.symm_mem.fused_*; the gather for dW, which has no fused operator, by NCCL
     ours     comms/async_tp.py, overlapped at every size
-    plain    the same on the path that it takes for few rows; `ours` should win from FUSED_ROWS on
 
 A time is the median over rounds of the slowest rank, launches already queued. `/ matmul` stands for "time over that of
 the products alone"; `error` is the norm-wise difference of output and gradients from nccl's. `block` is two dense
@@ -54,7 +54,7 @@ from trainer.models.config import AttentionConfig, ModelConfig
 from trainer.parity import relative_error, synthetic_batches
 from trainer.step import forward
 
-SIDES = ("matmul", "nccl", "torch", "ours", "plain")
+SIDES = ("matmul", "nccl", "torch", "ours")
 ROWS = "512,1024,2048,4096,8192,16384,32768"
 # Dense blocks as wide as those of 8B models; --dry-run.
 BLOCKS = ModelConfig(
@@ -215,7 +215,7 @@ def measure(arguments: argparse.Namespace, case: Case, device: torch.device) -> 
     found: dict[str, dict[str, float | None]] = {}
     for name, pairs in times.items():
         forward_s, backward_s = (max_over_ranks(statistics.median(column)) for column in zip(*pairs, strict=True))
-        compared = exact if name in ("torch", "ours", "plain") else []
+        compared = exact if name in ("torch", "ours") else []
         results = [sides[name].forward(), *sides[name].backward()] if compared else []
         errors = [relative_error(a, b) for a, b in zip(results, exact, strict=True)] if results else []
         # JSON has no infinity, which is what numbers that are not finite give.
@@ -249,13 +249,11 @@ def sides_of(case: Case, device: torch.device, names: Sequence[str]) -> dict[str
     forwards: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "nccl": lambda x, w: F.linear(gather_dim(x, 0, group), w),
         "ours": lambda x, w: all_gather_matmul(x, [w], 0, group, 0)[0],
-        "plain": lambda x, w: all_gather_matmul(x, [w], 0, group, 2**31)[0],
     }
     if case.kind == "scatter":
         forwards = {
             "nccl": lambda x, w: reduce_scatter(F.linear(x, w), 0, group),
             "ours": lambda x, w: matmul_reduce_scatter(x, w, 0, group, 0),
-            "plain": lambda x, w: matmul_reduce_scatter(x, w, 0, group, 2**31),
         }
     found = {
         "matmul": Calls(lambda: F.linear(whole_x, weight), lambda: [whole_grad @ weight, whole_grad.t() @ whole_x])
