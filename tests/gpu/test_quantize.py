@@ -74,7 +74,7 @@ def test_without_the_cast(dtype, monkeypatch) -> None:
 @pytest.mark.parametrize("together", [3, 64])
 def test_any_order_of_tiles(together, monkeypatch) -> None:
     """Groups of tiles, the last one partial; one group of all."""
-    monkeypatch.setattr(gathered, "TOGETHER", together)
+    monkeypatch.setattr(gathered, "COLUMNS_TILE", (*gathered.COLUMNS_TILE[:3], together))
     x = awkward(torch.bfloat16, 1120, 416)
     assert_same(quantize_columns(x.cuda(), None), quantize_reference(x.t(), 1, 32))
 

@@ -119,7 +119,7 @@ def test_gathered_rows(dtype, width) -> None:
 @pytest.mark.parametrize("together", [3, 64])
 def test_any_order_of_tiles(together, monkeypatch) -> None:
     """Groups of tiles, the last one partial; one group of all."""
-    monkeypatch.setattr(gathered, "TOGETHER", together)
+    monkeypatch.setattr(gathered, "COLUMNS_TILE", (*gathered.COLUMNS_TILE[:3], together))
     x = awkward(torch.bfloat16, 608, 160)
     assert_same(quantize_columns(x, None), quantize_reference(x.t(), 1, 32))
 
