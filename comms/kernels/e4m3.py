@@ -8,8 +8,8 @@ A word is an element's bits as an integer of its size. What the bytes are, codec
 
 Why the cast gives the same bytes: its argument x * 2^(127 - scale) is exact wherever it matters, so the cast is the
 only rounding. The product of an fp32 or bf16 number and a power of two is inexact only below 2^-126, and what is below
-2^-10 becomes a zero of x's sign anyway. RCEIL keeps finite products at 448 or less, so nothing saturates but Inf, which is to
-become 448; all of a block with a NaN are multiplied by NaN, and the cast's only NaN is 0x7F.
+2^-10 becomes a zero of x's sign anyway. RCEIL keeps finite products at 448 or less, so nothing saturates but Inf, which
+is to become 448; all of a block with a NaN are multiplied by NaN, and the cast's only NaN is 0x7F.
 
 In integers, values are rounded to nearest even on their bits. e4m3 is fp32 shifted by 20 bits once y is multiplied by
 2^-120: subnormals of one are subnormals of the other. fp32 inputs first fold their low 12 bits into one sticky bit;
@@ -18,7 +18,7 @@ else the product's rounding to an fp32 subnormal would come before, and on top o
 
 # Kernels are written in Triton's language, which has no types.
 # pyright: basic
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, RUF005
 
 import os
 
@@ -60,10 +60,12 @@ def fp32_bits(word):
 @triton.jit
 def scale_byte(amax, WORD: tl.constexpr):
     """The scale of a block whose largest absolute value is this word, both as int32, which `tl.max` makes of words."""
+    # Inf becomes 262 and NaN 263, which are 8 more than their scales, and finite numbers nothing positive.
     if WORD == tl.int16:
         amax = amax << 16
-    # Inf is made 262 and NaN 263, 8 more than their scales; finite numbers are far below 0.
-    special = tl.minimum(amax - (0x7F800000 - 262), 263)
+        special = tl.minimum(amax - (0x7F800000 - 262), 263)
+    else:
+        special = tl.where(amax >= 0x7F800000, 262 + (amax > 0x7F800000).to(tl.int32), 0)
     return tl.maximum(tl.maximum((amax + 0x1FFFFF) >> 23, special), 8) - 8
 
 
