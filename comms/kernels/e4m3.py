@@ -60,13 +60,10 @@ def fp32_bits(word):
 @triton.jit
 def scale_byte(amax, WORD: tl.constexpr):
     """The scale of a block whose largest absolute value is this word, both as int32, which `tl.max` makes of words."""
-    # Inf becomes 262 and NaN 263, which are 8 more than their scales, and finite numbers nothing positive.
     if WORD == tl.int16:
         amax = amax << 16
-        special = tl.minimum(amax - (0x7F800000 - 262), 263)
-    else:
-        special = tl.where(amax >= 0x7F800000, 262 + (amax > 0x7F800000).to(tl.int32), 0)
-    return tl.maximum(tl.maximum((amax + 0x1FFFFF) >> 23, special), 8) - 8
+    scale = tl.maximum(((amax + 0x1FFFFF) >> 23) - 8, 0)
+    return tl.where(amax >= 0x7F800000, 254 + (amax > 0x7F800000).to(tl.int32), scale)
 
 
 @triton.jit
@@ -129,11 +126,20 @@ def halves(pair):
 
 
 @triton.jit
+def scale_of_half(amax):
+    """`scale_byte` of a half, without predicates, of which a thread with many blocks would run out."""
+    amax = amax << 16
+    # Inf becomes 262 and NaN 263, 8 more than their scales; finite numbers, 0x10000 and more below, become negative.
+    special = tl.minimum(amax - (0x7F800000 - 262), 263)
+    return tl.maximum(tl.maximum((amax + 0x1FFFFF) >> 23, special), 8) - 8
+
+
+@triton.jit
 def product_of_pairs(pair, factor):
     """(..., C) fp32 numbers: bf16 products of pairs (..., C / 2)."""
-    pair = tl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1)
-    both = tl.join(pair << 16, pair & -65536)
-    return tl.reshape(both, pair.shape[:-1] + [2 * pair.shape[-1]]).to(tl.float32, bitcast=True)
+    y = tl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1)
+    both = tl.join(y << 16, y & -65536)  # type: ignore[operator]
+    return tl.reshape(both, pair.shape[:-1] + [2 * pair.shape[-1]]).to(tl.float32, bitcast=True)  # type: ignore
 
 
 @triton.jit

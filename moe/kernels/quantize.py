@@ -40,6 +40,7 @@ from comms.kernels.e4m3 import (
     pairs,
     product_of_pairs,
     scale_byte,
+    scale_of_half,
 )
 
 BLOCK = 32
@@ -262,7 +263,7 @@ def _gathered_kernel(
     # Rows first: so ordered, fewer registers are alive at once.
     if ROWS:
         first_row = matrix * size + first_place
-        scale = scale_byte(_largest_of_rows(word, PAIRS), x.dtype.element_ty)
+        scale = _row_scales(word, PAIRS)
         code = _encode_rows(word, scale, CAST, PAIRS)
         at = row_values + first_row * width + first_column + part.to(tl.int64) * width + column
         tl.store(at + held.to(tl.int64) * width, code, mask=placed & inside)
@@ -271,7 +272,7 @@ def _gathered_kernel(
         at = row_scales + first_row * blocks + first_column // 32 + part.to(tl.int64) * blocks + block
         inside = first_column + block * 32 < width
         tl.store(at + held.to(tl.int64) * blocks, scale.to(tl.uint8), mask=placed & inside)
-    scale = scale_byte(_largest_of_columns(word, PAIRS), x.dtype.element_ty)
+    scale = _column_scales(word, PAIRS)
     code = _encode_columns(word, scale, CAST, PAIRS)
     scale = tl.reshape(tl.permute(scale.to(tl.uint8), (1, 2, 0)), [GROUPS * GROUP_COLUMNS, BLOCKS])
     column = tl.arange(0, GROUPS * GROUP_COLUMNS)[:, None]
@@ -284,8 +285,8 @@ def _gathered_kernel(
 
 
 @triton.jit
-def _largest_of_rows(word, PAIRS: tl.constexpr):
-    """(parts, blocks, groups, held, columns / 32): the largest absolute value in each 32 columns."""
+def _row_scales(word, PAIRS: tl.constexpr):
+    """Scales (parts, blocks, groups, held, columns / 32) of 32 columns each."""
     if PAIRS:
         PARTS: tl.constexpr = word.shape[:3]
         BLOCKS: tl.constexpr = word.shape[4] // 16
@@ -296,21 +297,22 @@ def _largest_of_rows(word, PAIRS: tl.constexpr):
         pair = larger_of_pairs((even & 0xFFFF) | (odd << 16), ((even >> 16) & 0xFFFF) | (odd & -65536))
         even, odd = halves(tl.reduce(pair, 5, larger_of_pairs))
         both = tl.permute(tl.join(even, odd), (0, 1, 2, 3, 5, 4))
-        return tl.reshape(both, PARTS + [word.shape[3], BLOCKS])
+        return scale_of_half(tl.reshape(both, PARTS + [word.shape[3], BLOCKS]))
     else:
-        return tl.max(absolute(tl.reshape(word, word.shape[:4] + [word.shape[4] // 32, 32])), axis=5)
+        words = tl.reshape(word, word.shape[:4] + [word.shape[4] // 32, 32])
+        return scale_byte(tl.max(absolute(words), axis=5), word.dtype)
 
 
 @triton.jit
-def _largest_of_columns(word, PAIRS: tl.constexpr):
-    """(blocks, groups, columns): the largest absolute value of each column in each block."""
+def _column_scales(word, PAIRS: tl.constexpr):
+    """Scales (blocks, groups, columns) of each column in each block."""
     # A maximum within the thread, then one over its neighbours.
     if PAIRS:
         pair = tl.reduce(tl.reduce(word & 0x7FFF7FFF, 3, larger_of_pairs), 0, larger_of_pairs)
-        left, right = halves(pair)
-        return tl.reshape(tl.join(left, right), [pair.shape[0], pair.shape[1], 2 * pair.shape[2]])
+        left, right = halves(pair)  # type: ignore
+        return scale_of_half(tl.reshape(tl.join(left, right), [pair.shape[0], pair.shape[1], 2 * pair.shape[2]]))
     else:
-        return tl.max(tl.max(absolute(word), axis=3), axis=0)
+        return scale_byte(tl.max(tl.max(absolute(word), axis=3), axis=0), word.dtype)
 
 
 @triton.jit
