@@ -62,6 +62,7 @@ def test_without_the_cast(dtype, monkeypatch) -> None:
     """What older cards run: integers alone."""
     monkeypatch.setattr(codec, "can_cast", lambda x: False)
     monkeypatch.setattr(gathered, "can_cast", lambda x: False)
+    monkeypatch.setattr(gathered, "can_pair", lambda x: False)
     x = awkward(dtype, 320, 288)
     coded = quantize(x.cuda(), 1, 32)
     assert_same(coded, quantize_reference(x, 1, 32))
@@ -74,7 +75,7 @@ def test_without_the_cast(dtype, monkeypatch) -> None:
 @pytest.mark.parametrize("together", [3, 64])
 def test_any_order_of_tiles(together, monkeypatch) -> None:
     """Groups of tiles, the last one partial; one group of all."""
-    monkeypatch.setattr(gathered, "TOGETHER", together)
+    monkeypatch.setattr(gathered, "COLUMNS_TILE", (*gathered.COLUMNS_TILE[:3], together))
     x = awkward(torch.bfloat16, 1120, 416)
     assert_same(quantize_columns(x.cuda(), None), quantize_reference(x.t(), 1, 32))
 
@@ -89,6 +90,14 @@ def test_fp32_rounds_once() -> None:
     assert_same(found, quantize_reference(x, 1, 32))
     code = torch.arange(0x7E, dtype=torch.uint8)
     assert torch.equal(found[0].cpu().view(torch.uint8)[:, 3:5], torch.stack([code + 1, code | 0x80], 1))
+
+
+def test_the_largest_of_fp32() -> None:
+    """Its bits are next to those of Inf."""
+    bits = torch.arange(0x7F800000 - 300, 0x7F800000 + 4, dtype=torch.int32)
+    x = torch.ones(bits.numel(), 32)
+    x[:, 5] = bits.view(torch.float32)
+    assert_same(quantize(x.cuda(), 1, 32), quantize_reference(x, 1, 32))
 
 
 def test_every_code_under_every_scale() -> None:

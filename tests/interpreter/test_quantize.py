@@ -59,6 +59,14 @@ def test_fp32_rounds_once() -> None:
     assert torch.equal(found[0].cpu().view(torch.uint8)[:, 3:5], torch.stack([code + 1, code | 0x80], 1))
 
 
+def test_the_largest_of_fp32() -> None:
+    """Its bits are next to those of Inf."""
+    bits = torch.arange(0x7F800000 - 300, 0x7F800000 + 4, dtype=torch.int32)
+    x = torch.ones(bits.numel(), 32)
+    x[:, 5] = bits.view(torch.float32)
+    assert_same(quantize(x, 1, 32), quantize_reference(x, 1, 32))
+
+
 def test_every_code_under_every_scale() -> None:
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).repeat(256, 1)
     scales = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8)
@@ -119,7 +127,7 @@ def test_gathered_rows(dtype, width) -> None:
 @pytest.mark.parametrize("together", [3, 64])
 def test_any_order_of_tiles(together, monkeypatch) -> None:
     """Groups of tiles, the last one partial; one group of all."""
-    monkeypatch.setattr(gathered, "TOGETHER", together)
+    monkeypatch.setattr(gathered, "COLUMNS_TILE", (*gathered.COLUMNS_TILE[:3], together))
     x = awkward(torch.bfloat16, 608, 160)
     assert_same(quantize_columns(x, None), quantize_reference(x.t(), 1, 32))
 
