@@ -13,8 +13,8 @@ Copies need no thread blocks, and pieces are read where they arrived. Of two ran
 on, and this rank's product is added to it where it is computed: no pass over both comes after.
 
 A signal is one word that the sender turns from 0 to 1 (after its copies, at system scope) and the receiver back:
-nothing is ever reset, so a captured graph can replay. The first use of a buffer needs no credit. Waits are bounded by the
-device's clock: on expiry the kernel traps, which the host sees as a CUDA error. Nothing uses NVLink multicast.
+nothing is ever reset, so a captured graph can replay. The first use of a buffer needs no credit. Waits are bounded by
+the device's clock: on expiry the kernel traps, which the host sees as a CUDA error. Nothing uses NVLink multicast.
 
 Buffers grow to the largest need: collectively, because every rank of the group sees the same shapes.
 """
