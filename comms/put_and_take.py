@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from comms.kernels.codec import record_bytes, word_view
 from comms.kernels.e4m3 import can_cast
 from comms.kernels.exchange import combine_kernel, dispatch_kernel
 from comms.kernels.flags import COUNTS, RETURNS, ROWS
@@ -28,8 +29,8 @@ from comms.symmetric_memory import Exchange
 # Bytes that are put and signalled at once, if the exchange does not say: enough that signals cost nothing, few enough
 # that little is left to take when the last piece has come.
 PIECE_BYTES = 2**16
-# 16-byte words that a program moves at a time, and words of side columns.
-MOVE_UNITS, SIDE_WORDS = 2048, 1024
+# 16-byte words that a program moves at a time, numbers that it codes on the way, and words of side columns.
+MOVE_UNITS, CODED_NUMBERS, SIDE_WORDS = 2048, 16384, 1024
 # Tokens that a program waits for and adds up, numbers that it adds up at a time, and the widest part of a row in them.
 SUM_TOKENS, SUM_NUMBERS, SUM_COLUMNS = 16, 8192, 2048
 # Bytes that make one more program worth while, and the most programs that put if nobody asks for a number.
@@ -99,7 +100,7 @@ class Received(NamedTuple):
 
 def move_there(
     exchange: Exchange,
-    coded_TX: Tensor,
+    x_TD: Tensor,
     weights_TK: Tensor,
     ids_TK: Tensor,
     tokens_NT: Tensor,
@@ -107,17 +108,18 @@ def move_there(
     totals: Tensor,
     out: Received,
     tag: int,
+    payload: str = "model",
     sides: Sides = BOTH,
 ) -> None:
     """Put rows and side columns at their places at other ranks; take what comes, and own rows, into `out`.
 
-    Rows are as those of `out`, or records of them (uint8), which are decoded when they are taken.
+    Every row of `out`, this rank's own included, has been coded as the payload says and decoded.
     """
-    words, weight_words = words_of(coded_TX), words_of(weights_TK)
-    num_rows, width = out.rows_RD.shape
-    is_coded = coded_TX.dtype == torch.uint8
-    out_rows = out.rows_RD.view(_WORD[out.rows_RD.dtype]) if is_coded else words_of(out.rows_RD)
-    row_words, num_ids = words.shape[1], ids_TK.shape[1]
+    is_coded = payload != "model"
+    (num_rows, width), num_ids = out.rows_RD.shape, ids_TK.shape[1]
+    rows, out_rows = (word_view(x.contiguous()) if is_coded else words_of(x) for x in (x_TD, out.rows_RD))
+    weight_words = words_of(weights_TK)
+    row_words = record_bytes(width, BLOCK) // 4 if is_coded else rows.shape[1]
     _check_sizes(exchange, row_words, weight_words.shape[1] + num_ids)
     put = _put_programs(exchange, 4 * row_words * tokens_NT.numel())
     piece_rows = _piece_rows(exchange, 4 * row_words)
@@ -125,13 +127,14 @@ def move_there(
     put, take = put * sides[0], take * sides[1]
     with _on(exchange):
         dispatch_kernel[(put + take,)](
-            exchange.pointers, exchange.errors, exchange.state, words, weight_words, ids_TK.contiguous(), tokens_NT,
+            exchange.pointers, exchange.errors, exchange.state, rows, weight_words, ids_TK.contiguous(), tokens_NT,
             routes, totals, out_rows, words_of(out.weights_RK), out.ids_RK,
             exchange.rank, tag, exchange.limit, put, tokens_NT.shape[1], num_rows,
             exchange.layout.rows_at, exchange.layout.side_at,
             **_channel(exchange, ROWS), PIECE_ROWS=piece_rows,
             WORDS=row_words, WEIGHT_WORDS=weight_words.shape[1], NUM_IDS=num_ids,
-            WIDTH=width, CODE_BLOCK=BLOCK if is_coded else 0, CAST=can_cast(coded_TX),
+            WIDTH=width, CODE_BLOCK=BLOCK if is_coded else 0, NUMBERS=CODED_NUMBERS,
+            VECTOR=16 // rows.element_size(), CAST=can_cast(x_TD),
             BLOCK=MOVE_UNITS, SIDE_BLOCK=SIDE_WORDS, CLOCK=exchange.has_clock, JITTER=exchange.jitter,
             num_warps=NUM_WARPS,
         )  # fmt: skip
@@ -171,10 +174,6 @@ def move_back(
             TOKENS=SUM_TOKENS, TILE=max(min(SUM_NUMBERS // columns, SUM_TOKENS), 1), BLOCK=MOVE_UNITS,
             CLOCK=exchange.has_clock, JITTER=exchange.jitter, num_warps=NUM_WARPS,
         )  # fmt: skip
-
-
-# What decoded numbers are written as.
-_WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 def words_of(x: Tensor) -> Tensor:

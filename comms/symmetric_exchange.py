@@ -8,8 +8,9 @@ same bits; behind them rows are undefined, weights 0 and ids -1. The gradient th
     dispatch   put rows at their places, take what comes   -> rows_RD, weights_RK, ids_RK
     combine    put rows back, add up per token             -> out_TD
 
-Dispatch and combine are one launch each, in which rows are taken while others still arrive. Rows are copied (or
-decoded) out of the arena, this rank's own go straight to their place, and combine adds up what lies in the arena.
+Dispatch and combine are one launch each, in which rows are taken while others still arrive. Dispatch codes rows as
+it puts them and decodes them as it takes them out of the arena; this rank's own go straight to their place. Combine
+sends records that were made before, and adds up what lies in the arena.
 
 Shape suffixes: T tokens of this rank, N ranks, R room for received rows, D row width, X row width or bytes of a record,
 K side columns.
@@ -91,8 +92,10 @@ def plan_exchange(
             "(train.micro_batch_size x train.seq_len); use smaller batches, or comms.backend=collective"
         )
     tag = tag_of(layer, PLAN)
-    tables = exchange_routes(exchange.state, ids_TK, exchange.num_ranks, ids_per_rank, exchange.name, tag, item_bound)
-    return SymmetricPlan(exchange, layer, num_tokens, *tables, item_bound)
+    index_NT, tokens_NT, routes, totals = exchange_routes(
+        exchange.state, ids_TK, exchange.num_ranks, ids_per_rank, exchange.name, tag, item_bound
+    )
+    return SymmetricPlan(exchange, layer, num_tokens, index_NT, tokens_NT, routes, totals, item_bound)
 
 
 def dispatch_rows(
@@ -142,8 +145,7 @@ def _there(
     """Received rows, weights and ids, with room for all that may come."""
     state, name, tag = plan.exchange.state, plan.exchange.name, tag_of(plan.layer, step)
     tables = plan.tokens_NT, plan.routes, plan.totals
-    sizes = plan.num_rows, x_TD.shape[1], x_TD.dtype
-    return symmetric_dispatch(state, encode(x_TD, payload), weights_TK, ids_TK, *tables, name, tag, *sizes)
+    return symmetric_dispatch(state, x_TD, weights_TK, ids_TK, *tables, name, tag, plan.num_rows, payload)
 
 
 def _back(plan: SymmetricPlan, step: int, rows_RD: Tensor, side_RK: Tensor, payload: str) -> tuple[Tensor, Tensor]:
@@ -182,7 +184,7 @@ def _(
 @torch.library.custom_op("sluicegate::symmetric_dispatch", mutates_args=("state",))
 def symmetric_dispatch(
     state: Tensor,
-    coded_TX: Tensor,
+    x_TD: Tensor,
     weights_TK: Tensor,
     ids_TK: Tensor,
     tokens_NT: Tensor,
@@ -191,23 +193,18 @@ def symmetric_dispatch(
     name: str,
     tag: int,
     row_bound: int,
-    width: int,
-    dtype: torch.dtype,
+    payload: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Received rows and side columns: (R, D), (R, K), (R, K) int64. Where there is no row weights are 0 and ids -1.
-
-    Rows come in their own form, of this width and dtype, or as records (uint8), which are decoded.
-    """
-    out = _received(coded_TX, weights_TK, ids_TK, row_bound, width, dtype)
-    move_there(find_exchange(name), coded_TX, weights_TK, ids_TK, tokens_NT, routes, totals, out, tag)
-    return tuple(out)
+    """Received rows and side columns: (R, D), (R, K), (R, K) int64. Where there is no row weights are 0 and ids -1."""
+    out = _received(x_TD, weights_TK, ids_TK, row_bound)
+    tables = tokens_NT, routes, totals
+    move_there(find_exchange(name), x_TD, weights_TK, ids_TK, *tables, Received(*out), tag, payload)
+    return out
 
 
-def _received(
-    coded_TX: Tensor, weights_TK: Tensor, ids_TK: Tensor, row_bound: int, width: int, dtype: torch.dtype
-) -> Received:  # fmt: skip
-    return Received(
-        coded_TX.new_empty(row_bound, width, dtype=dtype),
+def _received(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, row_bound: int) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x_TD.new_empty(row_bound, x_TD.shape[1]),
         weights_TK.new_empty(row_bound, weights_TK.shape[1]),
         ids_TK.new_empty(row_bound, ids_TK.shape[1], dtype=torch.int64),
     )
@@ -216,7 +213,7 @@ def _received(
 @symmetric_dispatch.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(
     state: Tensor,
-    coded_TX: Tensor,
+    x_TD: Tensor,
     weights_TK: Tensor,
     ids_TK: Tensor,
     tokens_NT: Tensor,
@@ -225,10 +222,9 @@ def _(
     name: str,
     tag: int,
     row_bound: int,
-    width: int,
-    dtype: torch.dtype,
+    payload: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(_received(coded_TX, weights_TK, ids_TK, row_bound, width, dtype))
+    return _received(x_TD, weights_TK, ids_TK, row_bound)
 
 
 @torch.library.custom_op("sluicegate::symmetric_combine", mutates_args=("state", "out_TD"))

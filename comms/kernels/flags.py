@@ -135,7 +135,8 @@ def finish(
     """The last program of the launch returns the credit and ends the epoch: all others have read it by then."""
     own = word_of(pointers, me, FLAGS_AT)
     tl.debug_barrier()
-    if tl.atomic_add(own + 1, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
+    # Among programs of this device; what they have seen, whoever sees the credit has too.
+    if tl.atomic_add(own + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(own + 1, 0)
         signal_all(pointers, FLAGS_AT + 2 + me, epoch * 65536 + tag, NUM_RANKS, RANKS)
         tl.store(own, epoch)

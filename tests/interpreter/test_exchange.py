@@ -26,6 +26,7 @@ MAX_TOKENS, TOP_K, IDS_PER_RANK = 9, 3, 2
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several moves in a piece, several programs and blocks of tokens, so that each has neighbours."""
     monkeypatch.setattr(comms.put_and_take, "MOVE_UNITS", 4)
+    monkeypatch.setattr(comms.put_and_take, "CODED_NUMBERS", 128)
     monkeypatch.setattr(comms.put_and_take, "SIDE_WORDS", 8)
     monkeypatch.setattr(comms.put_and_take, "SUM_NUMBERS", 16)
     monkeypatch.setattr(comms.put_and_take, "SUM_COLUMNS", 8)
@@ -125,21 +126,18 @@ def no_side(x: Tensor) -> Side:
 
 
 def dispatch_all(
-    plans: list[SymmetricPlan], xs: list[Tensor], sides: list[Side], like: Tensor | None = None
+    plans: list[SymmetricPlan], xs: list[Tensor], sides: list[Side], payload: str = "model"
 ) -> list[Received]:
-    """What every rank receives, rows in the form of `like`; places that nothing was written to hold NaN, or 7."""
+    """What every rank receives; places that nothing was written to hold NaN, or 7."""
     outs = []
     for plan, x, side in zip(plans, xs, sides, strict=True):
-        form, room = x if like is None else like, plan.num_rows
-        rows, weights = (
-            form.new_full((room, form.shape[1]), float("nan")),
-            side.weights.new_full((room, side.weights.shape[1]), 7),
-        )
-        outs.append(Received(rows, weights, side.ids.new_full((room, side.ids.shape[1]), 7)))
+        rows = x.new_full((plan.num_rows, x.shape[1]), float("nan"))
+        weights, ids = (column.new_full((plan.num_rows, column.shape[1]), 7) for column in side)
+        outs.append(Received(rows, weights, ids))
     for sides_of_launch in (PUT, TAKE):
         for plan, x, side, out in zip(plans, xs, sides, outs, strict=True):
             tables, tag = (plan.tokens_NT, plan.routes, plan.totals), tag_of(plan.layer, DISPATCH)
-            move_there(plan.exchange, x, *side, *tables, out, tag, sides_of_launch)
+            move_there(plan.exchange, x, *side, *tables, out, tag, payload, sides_of_launch)
     return outs
 
 
@@ -155,7 +153,7 @@ def combine_all(
     for sides_of_launch in (PUT, TAKE):
         for plan, row, side, out in zip(plans, rows, sides, outs, strict=True):
             tables, tag = (plan.index_NT, plan.routes), tag_of(plan.layer, COMBINE)
-            move_back(plan.exchange, row, side, *tables, *out, tag, sides_of_launch)
+            move_back(plan.exchange, row, side, *tables, out[0], out[1], tag, sides_of_launch)
     return outs
 
 
@@ -256,15 +254,15 @@ def test_pieces_of_every_size(piece: int, max_pieces: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_records_are_decoded_as_they_are_taken_and_summed_after_decoding(dtype: torch.dtype) -> None:
+def test_rows_are_coded_on_the_way_and_records_are_summed_after_decoding(dtype: torch.dtype) -> None:
     """mxfp8: coding then moving is moving then coding; sums are those of decoded rows, rounded once more."""
-    width, generator = 48, torch.Generator().manual_seed(8)
+    width, generator = 40, torch.Generator().manual_seed(8)
     ranks, ids = make(2, width, dtype), random_ids(2, generator)
     items = items_of(ids)
     xs = [(torch.randn(len(table), width, generator=generator) * 50).to(dtype) for table in items]
     plans = plan_all(ranks, ids)
     sides = [Side(torch.zeros(len(table), TOP_K), table) for table in ids]
-    received = dispatch_all(plans, [pack_rows(x) for x in xs], sides, like=xs[0])
+    received = dispatch_all(plans, xs, sides, "mxfp8")
     for rank, (rows, _, row_ids) in enumerate(received):
         expected = expected_rows(items, xs, rank)
         assert torch.equal(bits(rows[: len(expected)]), bits(unpack_rows(pack_rows(expected), width, dtype)))
@@ -353,7 +351,7 @@ def test_a_compiled_graph_keeps_every_exchange_in_order() -> None:
     def chain(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         index, tokens, routes, totals = ops.exchange_routes(state, ids, 1, 1, name, 0, 100)
         no_weights, no_ids = x[:, :0], ids[:, :0]
-        there = no_weights, no_ids, tokens, routes, totals, name, 1, bound, 8, torch.float32
+        there = no_weights, no_ids, tokens, routes, totals, name, 1, bound, "model"
         ops.symmetric_dispatch(state, x, *there)
         rows, _, _ = ops.symmetric_dispatch(state, x, *there)
         again, _, _ = ops.symmetric_dispatch(state, x, *there)
@@ -399,10 +397,19 @@ def test_a_rank_whose_pieces_do_not_come_is_named(direction: str) -> None:
     if direction == "dispatch":
         for other, x in zip(plans[:2], xs, strict=False):
             tables = other.tokens_NT, other.routes, other.totals
-            move_there(other.exchange, x, *no_side(x), *tables, Received(out, *no_side(out)), tag_of(6, DISPATCH), PUT)
+            move_there(
+                other.exchange, x, *no_side(x), *tables, Received(out, *no_side(out)), tag_of(6, DISPATCH), "model", PUT
+            )
         tables = plan.tokens_NT, plan.routes, plan.totals
         move_there(
-            plan.exchange, xs[0], *no_side(xs[0]), *tables, Received(out, *no_side(out)), tag_of(6, DISPATCH), TAKE
+            plan.exchange,
+            xs[0],
+            *no_side(xs[0]),
+            *tables,
+            Received(out, *no_side(out)),
+            tag_of(6, DISPATCH),
+            "model",
+            TAKE,
         )
     else:
         for other, side in ((plans[0], PUT), (plans[1], PUT), (plans[0], TAKE)):

@@ -52,7 +52,7 @@ def shared_exchange(folder: Path, layout: ArenaLayout) -> Exchange:
             errors=torch.zeros(8, dtype=torch.int64),
             overflow=torch.zeros(6, dtype=torch.int32),
             limit=10**6,
-            piece_bytes=4 * WIDTH,
+            piece_bytes=16 * WIDTH,
             describe_tag=describe_tag,
             handle=arenas,
         )
