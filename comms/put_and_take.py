@@ -32,7 +32,7 @@ PIECE_BYTES = 2**16
 # 16-byte words that a program moves at a time, numbers that it codes on the way, and words of side columns.
 MOVE_UNITS, CODED_NUMBERS, SIDE_WORDS = 2048, 16384, 1024
 # Tokens that a program waits for and adds up, numbers that it adds up at a time, and the widest part of a row in them.
-SUM_TOKENS, SUM_NUMBERS, SUM_COLUMNS = 16, 8192, 2048
+SUM_TOKENS, SUM_NUMBERS, SUM_COLUMNS = 8, 8192, 2048
 # Bytes that make one more program worth while, and the most programs that put if nobody asks for a number.
 BYTES_PER_CTA, MAX_CTAS = 2**16, 32
 # Programs that take: one for each multiprocessor without a put, but no fewer than this part of all.
@@ -157,7 +157,9 @@ def move_back(
     """
     words, side_words = words_of(rows_RX), words_of(side_RK)
     (num_tokens, width), row_words = out_TD.shape, words.shape[1]
-    columns, side_columns = min(_power_of_2(width), SUM_COLUMNS), _power_of_2(max(side_TK.shape[1], 1))
+    is_coded = rows_RX.dtype == torch.uint8
+    # Whole blocks that share a scale.
+    columns = max(min(_power_of_2(width), SUM_COLUMNS), BLOCK if is_coded else 1)
     _check_sizes(exchange, row_words, side_words.shape[1])
     put = _put_programs(exchange, 4 * words.numel())
     take = _take_programs(exchange, put, -(-num_tokens // SUM_TOKENS))
@@ -168,9 +170,9 @@ def move_back(
             exchange.rank, tag, exchange.limit, put, num_tokens,
             exchange.layout.returns_at, exchange.layout.return_side_at,
             **_channel(exchange, RETURNS), PIECE_ROWS=_piece_rows(exchange, 4 * row_words),
-            WORDS=row_words, SIDE_WORDS=side_words.shape[1], SIDE_UNIT=math.gcd(side_words.shape[1], 4) or 1,
-            WIDTH=width, COLUMNS=columns, SIDE_WIDTH=side_TK.shape[1], SIDE_COLUMNS=side_columns,
-            CODE_BLOCK=BLOCK if rows_RX.dtype == torch.uint8 else 0,
+            WORDS=row_words, SIDE_WORDS=side_words.shape[1], SIDE_UNIT=math.gcd(side_words.shape[1], 4),
+            WIDTH=width, COLUMNS=columns, CODE_BLOCK=BLOCK if is_coded else 0,
+            SIDE_WIDTH=side_TK.shape[1], SIDE_COLUMNS=_power_of_2(max(side_TK.shape[1], 1)),
             TOKENS=SUM_TOKENS, TILE=max(min(SUM_NUMBERS // columns, SUM_TOKENS), 1), BLOCK=MOVE_UNITS,
             CLOCK=exchange.has_clock, JITTER=exchange.jitter, num_warps=NUM_WARPS,
         )  # fmt: skip

@@ -110,8 +110,9 @@ def _put_there(
 ):  # fmt: skip
     """This program's turns of the put."""
     SIDE: tl.constexpr = WEIGHT_WORDS + NUM_IDS
+    turns = num_turns(routes, me, True, NUM_RANKS, PIECE_ROWS, PIECES)
     wait_for_room(pointers, errors, me, tag, epoch, limit, FLAGS_AT, FAILED_AT, NUM_RANKS, CLOCK)
-    for turn in range(program, num_turns(routes, me, True, NUM_RANKS, PIECE_ROWS, PIECES), programs):
+    for turn in range(program, turns, programs):
         piece, rank = turn // (NUM_RANKS - 1), (me + 1 + turn % (NUM_RANKS - 1)) % NUM_RANKS
         count = route_of(routes, me, rank, 0, NUM_RANKS)
         per_piece = rows_per_piece(count, PIECE_ROWS, PIECES)
@@ -272,8 +273,9 @@ def _put_back(
     BLOCK: tl.constexpr, CLOCK: tl.constexpr, JITTER: tl.constexpr,
 ):  # fmt: skip
     """This program's turns: each received row (or what became of it) to its place among those that its sender sent."""
+    turns = num_turns(routes, me, False, NUM_RANKS, PIECE_ROWS, PIECES)
     wait_for_room(pointers, errors, me, tag, epoch, limit, FLAGS_AT, FAILED_AT, NUM_RANKS, CLOCK)
-    for turn in range(program, num_turns(routes, me, False, NUM_RANKS, PIECE_ROWS, PIECES), programs):
+    for turn in range(program, turns, programs):
         piece, rank = turn // (NUM_RANKS - 1), (me + 1 + turn % (NUM_RANKS - 1)) % NUM_RANKS
         count = route_of(routes, rank, me, 0, NUM_RANKS)
         per_piece = rows_per_piece(count, PIECE_ROWS, PIECES)
@@ -336,30 +338,32 @@ def _sum(
             nth = _nth_row(index, routes, me, rank, token, num_tokens, NUM_RANKS)
             begin = tl.load(routes + tl.where(rank == me, 1, 2) * NUM_RANKS * NUM_RANKS + me * NUM_RANKS + rank)
             base = tl.where(rank == me, rows.to(tl.int64), arena)
+            row = (begin + nth).to(tl.int64)[:, None]
             mask = (nth >= 0)[:, None] & (column < WIDTH)
-            total += _load_rows(base, (begin + nth)[:, None], column, mask, out, WIDTH, ROW_BYTES, CODE_BLOCK, WIDE)
+            if CODE_BLOCK == 0:
+                # Rows stand one behind the other.
+                numbers = tl.multiple_of(base.to(out.dtype), 16)
+                total += tl.load(numbers + (row * WIDTH + column), mask=mask, other=0.0).to(WIDE)
+            else:
+                records = records_at(base) + row * ROW_BYTES
+                total += _load_coded(records, start, column, (nth >= 0)[:, None], out, WIDTH, COLUMNS, CODE_BLOCK, TILE)
         place = token.to(tl.int64)[:, None] * WIDTH + column
         tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < num_tokens)[:, None] & (column < WIDTH))
 
 
 @triton.jit
-def _load_rows(
-    base, row, column, mask, like,
-    WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr, CODE_BLOCK: tl.constexpr, WIDE: tl.constexpr,
+def _load_coded(
+    records, start, column, goes, like,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CODE_BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rows' numbers, 0 where the mask is not; CODE_BLOCK > 0: from records (comms/kernels/codec.py)."""
-    row = row.to(tl.int64)
-    if CODE_BLOCK == 0:
-        numbers = tl.multiple_of(base.to(like.dtype), 16)
-        # Rows stand one behind the other.
-        return tl.load(numbers + (row * WIDTH + column), mask=mask, other=0.0).to(WIDE)
-    else:
-        records = records_at(base)
-        code = tl.load(records + (row * ROW_BYTES + column), mask=mask, other=0).to(tl.int32)
-        scale = tl.load(records + (row * ROW_BYTES + WIDTH + column // CODE_BLOCK), mask=mask, other=0).to(tl.int32)
-        # By integers, which every card and the interpreter have.
-        bits = decode(code, scale, tl.int32, CAST=False)
-        if like.dtype.element_ty == tl.bfloat16:
-            # What unpacking into bf16 gives, and the sum starts from that.
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        return bits.to(tl.float32, bitcast=True)
+    """(TILE, COLUMNS) fp32 numbers of records (comms/kernels/codec.py), 0 where no row goes."""
+    BLOCKS: tl.constexpr = COLUMNS // CODE_BLOCK
+    first = start + (tl.arange(0, BLOCKS) * CODE_BLOCK)[None, :]
+    code = tl.load(records + column, mask=goes & (column < WIDTH), other=0)
+    scale = tl.load(records + (WIDTH + first // CODE_BLOCK), mask=goes & (first < WIDTH), other=0)
+    # By integers, which every card and the interpreter have.
+    bits = decode(tl.reshape(code, [TILE, BLOCKS, CODE_BLOCK]), scale[:, :, None], tl.int32, CAST=False)
+    if like.dtype.element_ty == tl.bfloat16:
+        # What unpacking into bf16 gives, and the sum starts from that.
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.reshape(bits, [TILE, COLUMNS]).to(tl.float32, bitcast=True)
