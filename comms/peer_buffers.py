@@ -1,7 +1,7 @@
 """Rows between GPUs that map each other's memory: copy engines push pieces into the peers' buffers, signals say when.
 
 Each group has two lanes, one for gathers and one for scatters, so that one of each may be under way. A lane is a buffer
-in symmetric memory, a stream of its own, and flags of one word per (channel, rank):
+in symmetric memory, streams of its own, and flags of one word per (channel, rank):
 
     gather    buffer (O, N * R, X): rank r writes its shard at its place in everybody's whole
     scatter   buffer (N, O, R, X): rank r writes its part of q's rows at place r of q's buffer
@@ -53,17 +53,18 @@ class Handle(Protocol):
 
 
 class Lane:
-    """One buffer per rank, a stream, and who waits for whom.
+    """One buffer per rank, two streams, and who waits for whom.
 
     Args:
         allocate: bytes -> the handle of a new symmetric buffer. Collective.
-        stream: what copies run on; None (tests on CPUs): where they are issued.
+        streams: what copies to others, and copies of what came, run on; None (tests on CPUs): where they are issued.
     """
 
     def __init__(
-        self, rank: int, size: int, allocate: Callable[[int], Handle], stream: Any, timeout_seconds: float
+        self, rank: int, size: int, allocate: Callable[[int], Handle], streams: Any, timeout_seconds: float
     ) -> None:
-        self.rank, self.size, self.stream = rank, size, stream
+        self.rank, self.size = rank, size
+        self.stream, self.inward = (None, None) if streams is None else streams
         self.timeout_ms = max(int(timeout_seconds * 1000), 1)
         self._allocate = allocate
         self._handle: Handle | None = None
@@ -97,9 +98,20 @@ class Lane:
         self.stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self.stream)
 
-    def mark(self) -> Any:
-        """Where the lane's stream has come to, for `wait_for`."""
-        return None if self.stream is None else self.stream.record_event()
+    def copy_in(self, source_rank: int, number: int, piece: Tensor, place: Tensor) -> Any:
+        """Copy a piece once it has come, beside everything else; returns what `wait_for` waits for."""
+        if self.inward is None:
+            self.wait_piece(source_rank, number)
+            place.copy_(piece)
+            return None
+        if number == 0:
+            # Memory of `place` may have been another's until here.
+            self.inward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.inward):
+            self.wait_piece(source_rank, number)
+            for source, target in zip(piece, place, strict=True):
+                target.copy_(source)
+        return self.inward.record_event()
 
     def wait_for(self, mark: Any) -> None:
         """What the current stream is given from here on runs after the mark."""
@@ -214,6 +226,8 @@ class _BufferOutbox:
         # Of two ranks: the sum, and for each piece when the other's part is in it.
         self.total = like.new_empty(outer, self.num_rows, width) if lane.size == 2 else None
         self.ready: list[Any] = []
+        if self.total is not None and lane.inward is not None:
+            self.ready = self._copy_parts(self.total)
 
     def blocks(self) -> Iterator[slice]:
         for rank in (*after(self.lane.rank, self.lane.size), self.lane.rank):
@@ -226,6 +240,7 @@ class _BufferOutbox:
             place = slice(first, first + rows.stop - rows.start)
             if self.total is None:
                 return self.buffer[rank, :, place], False
+            # Without streams of their own, copies wait where they are issued: behind what this rank sends.
             self.ready = self.ready or self._copy_parts(self.total)
             self.lane.wait_for(self.ready[self._number(first)])
             return self.total[:, place], True
@@ -234,15 +249,12 @@ class _BufferOutbox:
         return space, False
 
     def _copy_parts(self, total: Tensor) -> list[Any]:
-        """Of two ranks: the other's part to where this one's is added. Behind all pushes, so none of them waits."""
-        other, marks = 1 - self.lane.rank, []
-        with self.lane.beside():
-            for number, piece in enumerate(self.pieces):
-                self.lane.wait_piece(other, number)
-                for source, target in zip(self.buffer[other, :, piece], total[:, piece], strict=True):
-                    target.copy_(source)
-                marks.append(self.lane.mark())
-        return marks
+        """Of two ranks: the other's part to where this one's is added, piece by piece."""
+        other = 1 - self.lane.rank
+        return [
+            self.lane.copy_in(other, number, self.buffer[other, :, piece], total[:, piece])
+            for number, piece in enumerate(self.pieces)
+        ]
 
     def _number(self, first: int) -> int:
         return next(number for number, piece in enumerate(self.pieces) if piece.start == first)
@@ -289,8 +301,8 @@ def buffers_of(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers:
         timeout = _TIMEOUTS.get(name, DEFAULT_TIMEOUT_SECONDS)
 
         def lane() -> Lane:
-            stream = torch.cuda.Stream(device, priority=-1)
-            return Lane(group.rank(), group.size(), lambda size: _allocate(group, device, size), stream, timeout)
+            streams = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
+            return Lane(group.rank(), group.size(), lambda size: _allocate(group, device, size), streams, timeout)
 
         _BUFFERS[name] = PeerBuffers(lane(), lane())
     return _BUFFERS[name]

@@ -29,6 +29,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from comms.kernels.e4m3 import can_cast
 from comms.kernels.gather_sum import gather_sum
 from moe.grouped_gemm import clear_tail_
 from moe.kernels import fused_experts as kernels
@@ -199,22 +200,27 @@ def _(dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
     return dh_PH.new_empty(dh_PH.shape[0], w_E2FD.shape[3])
 
 
-@torch.library.custom_op("sluicegate::experts_act", mutates_args=())
-def act(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str) -> Tensor:
-    """w[p] * act(h[p]) (P, F)."""
+@torch.library.custom_op("sluicegate::experts_coded_act", mutates_args=())
+def coded_act(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """w[p] * act(h[p]), rounded to bf16 and then to e4m3 (P, F), and its scales for 1 x 128 (P, ceil(F / 128))."""
     P, F = h_PH.shape[0], h_PH.shape[1] // 2
-    a_PF, block = h_PH.new_empty(P, F), min(ACT_COLUMNS, triton.next_power_of_2(F))
+    values_PF, scales_PS = _empty_coded(h_PH, F)
     if P:
-        act_kernel[(triton.cdiv(P, ACT_ROWS) * triton.cdiv(F, block),)](
-            h_PH, weights_P, offsets_E, a_PF, F, offsets_E.shape[0],
-            ROWS=ACT_ROWS, BLOCK=block, **_activation(activation),
+        act_kernel[(triton.cdiv(P, ACT_ROWS) * triton.cdiv(F, ACT_COLUMNS),)](
+            h_PH, weights_P, offsets_E, values_PF.view(torch.uint8), scales_PS, F, offsets_E.shape[0],
+            ROWS=ACT_ROWS, BLOCK=ACT_COLUMNS, CAST=can_cast(h_PH), **_activation(activation),
         )  # fmt: skip
-    return a_PF
+    return values_PF, scales_PS
 
 
-@act.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str) -> Tensor:
-    return h_PH.new_empty(h_PH.shape[0], h_PH.shape[1] // 2)
+@coded_act.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return _empty_coded(h_PH, h_PH.shape[1] // 2)
+
+
+def _empty_coded(like_PX: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    values = like_PX.new_empty(like_PX.shape[0], width, dtype=torch.float8_e4m3fn)
+    return values, like_PX.new_empty(like_PX.shape[0], -(-width // 128), dtype=torch.uint8)
 
 
 @torch.library.custom_op("sluicegate::experts_act_grad_", mutates_args=("da_PF",))
@@ -222,14 +228,7 @@ def act_grad_(
     da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
     """dh (P, 2F) and <da, act(h)> (P,) in fp32; in the place of da stands w[p] * act(h[p]) (P, F)."""
-    (P, F), E = da_PF.shape, offsets_E.shape[0]
-    dh_PH, dots_P = torch.empty_like(h_PH), torch.empty(P, dtype=torch.float32, device=h_PH.device)
-    if P:
-        act_grad_kernel[(triton.cdiv(P, ACT_ROWS),)](
-            da_PF, weights_P, offsets_E, h_PH, dh_PH, dots_P, F, E,
-            ROWS=ACT_ROWS, BLOCK=min(ACT_COLUMNS, triton.next_power_of_2(F)), **_activation(activation),
-        )  # fmt: skip
-    return dh_PH, dots_P
+    return _act_grad(da_PF, h_PH, weights_P, offsets_E, activation, None)
 
 
 @act_grad_.register_fake  # pyright: ignore[reportUnknownMemberType]
@@ -237,6 +236,45 @@ def _(
     da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(h_PH), h_PH.new_empty(h_PH.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("sluicegate::experts_coded_act_grad_", mutates_args=("da_PF",))
+def coded_act_grad_(
+    da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`act_grad_`; and dh in e4m3 with its scales for 1 x 128. F is a multiple of 128."""
+    values_PH, scales_PS = _empty_coded(h_PH, h_PH.shape[1])
+    found = _act_grad(da_PF, h_PH, weights_P, offsets_E, activation, (values_PH, scales_PS))
+    return *found, values_PH, scales_PS
+
+
+@coded_act_grad_.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(
+    da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dots_P = h_PH.new_empty(h_PH.shape[0], dtype=torch.float32)
+    return torch.empty_like(h_PH), dots_P, *_empty_coded(h_PH, h_PH.shape[1])
+
+
+def _act_grad(
+    da_PF: Tensor,
+    h_PH: Tensor,
+    weights_P: Tensor,
+    offsets_E: Tensor,
+    activation: str,
+    coded: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    (P, F), E = da_PF.shape, offsets_E.shape[0]
+    assert coded is None or F % 128 == 0, F
+    dh_PH, dots_P = torch.empty_like(h_PH), torch.empty(P, dtype=torch.float32, device=h_PH.device)
+    values, scales = (None, None) if coded is None else (coded[0].view(torch.uint8), coded[1])
+    block = ACT_COLUMNS if coded else min(ACT_COLUMNS, triton.next_power_of_2(F))
+    if P:
+        act_grad_kernel[(triton.cdiv(P, ACT_ROWS),)](
+            da_PF, weights_P, offsets_E, h_PH, dh_PH, values, scales, dots_P, F, E,
+            ROWS=ACT_ROWS, BLOCK=block, CODED=coded is not None, CAST=can_cast(h_PH), **_activation(activation),
+        )  # fmt: skip
+    return dh_PH, dots_P
 
 
 @torch.library.custom_op("sluicegate::experts_down_grad", mutates_args=())

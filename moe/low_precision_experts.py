@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from comms.kernels.gather_sum import gather_sum
-from moe.fused_experts import act, act_grad_, weight_grad
+from moe.fused_experts import act_grad_, coded_act, coded_act_grad_, weight_grad
 from moe.kernels.pair_rows import expand_rows, gather_sums
 from moe.kernels.sort_pairs import Pairs
 from moe.quantize import Quantized
@@ -63,8 +63,9 @@ class _LowPrecisionExperts(torch.autograd.Function):
         weights_P = gather_sums(weights_RK.reshape(-1, 1), pairs.order_P)
         x_PD = _per_pair(recipe.rows(rows_RD), pairs.slots_RK, weights_P.shape[0])
         h_PH = recipe.multiply_rows(x_PD, recipe.weight(w_gate_up_E2FD.flatten(1, 2)), offsets_E)
-        a_PF = act(h_PH, weights_P, offsets_E, activation)
-        y_PD = recipe.multiply_rows(recipe.rows(a_PF), recipe.weight(w_down_EDF), offsets_E)
+        values_PF, scales_PS = coded_act(h_PH, weights_P, offsets_E, activation)
+        a_PF = Quantized(values_PF, scales_PS, 1, 128)
+        y_PD = recipe.multiply_rows(a_PF, recipe.weight(w_down_EDF), offsets_E)
         ctx.save_for_backward(rows_RD, weights_P, h_PH, w_gate_up_E2FD, w_down_EDF, pairs.slots_RK, offsets_E)
         ctx.activation, ctx.recipe, ctx.weights_dtype = activation, recipe, weights_RK.dtype
         return gather_sum(y_PD, pairs.slots_RK)
@@ -76,12 +77,19 @@ class _LowPrecisionExperts(torch.autograd.Function):
         coded_PD = _per_pair(recipe.rows(dout_RD), slots_RK, P)
         # The gradient of the activation, then the activation itself.
         a_PF = recipe.multiply_rows(coded_PD, recipe.weight_transposed(w_down_EDF), offsets_E)
-        dh_PH, dots_P = act_grad_(a_PF, h_PH, weights_P, offsets_E, ctx.activation)
-        del coded_PD
+        given = a_PF, h_PH, weights_P, offsets_E, ctx.activation
+        if a_PF.shape[1] % 128 == 0:
+            dh_PH, dots_P, values_PH, scales_PS = coded_act_grad_(*given)
+            coded_PH = Quantized(values_PH, scales_PS, 1, 128)
+        else:
+            # A block would lie across gate and up.
+            dh_PH, dots_P = act_grad_(*given)
+            coded_PH = recipe.rows(dh_PH)
+        del coded_PD, given
         dw_down_EDF = weight_grad(expand_rows(dout_RD, slots_RK, P), a_PF, offsets_E)
         del a_PF
         w_EHD = recipe.weight_transposed(w_gate_up_E2FD.flatten(1, 2))
-        d_rows_RD = gather_sum(recipe.multiply_rows(recipe.rows(dh_PH), w_EHD, offsets_E), slots_RK)
+        d_rows_RD = gather_sum(recipe.multiply_rows(coded_PH, w_EHD, offsets_E), slots_RK)
         dw_gate_up_E2FD = weight_grad(dh_PH, expand_rows(rows_RD, slots_RK, P), offsets_E).view_as(w_gate_up_E2FD)
         d_weights_RK = gather_sums(dots_P[:, None], slots_RK).to(ctx.weights_dtype)
         return d_rows_RD, d_weights_RK, dw_gate_up_E2FD, dw_down_EDF, None, None, None

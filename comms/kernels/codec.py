@@ -248,7 +248,7 @@ def _quantize_triton(
             *(x, values, scales, rows, width, padding),
             *(x.stride(0), x.stride(1), values.stride(0), values.stride(1), scales.stride(0), scales.stride(1)),
             **_constants(row_block, block, tile_rows, tile_columns, x),
-            TRANSPOSED=transposed,
+            **{"TRANSPOSED": transposed},
         )
 
 

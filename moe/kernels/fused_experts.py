@@ -5,8 +5,8 @@ Pairs are sorted by expert; `offsets[e]` is the end of expert e's pairs.
     up           h[p] = W_gate_up[e] x[rows[p]] + b,  a[p] = w[p] * act(h[p]): both maps in one pass over rows read by
                  index, so that received rows are not copied per pair
     rows         y[p] = W_down[e] a[p], da[p] = W_down[e]^T dout[p], dx[p] = W_gate_up[e]^T dh[p]
-    act          a[p] = w[p] * act(h[p]) alone, where the product before it is another kernel's
-    act_grad     from da = W_down[e]^T dout[p]:  dh[p], w[p] * act(h[p]), and <da, act(h[p])>
+    act          w[p] * act(h[p]) in e4m3, where the product before it and after it are in low precision
+    act_grad     from da = W_down[e]^T dout[p]:  dh[p] (in e4m3, too, if asked), w[p] * act(h[p]), and <da, act(h[p])>
     weight_grad  dW[e] = sum over its pairs of left[p] right[p]^T
 
 Every product is persistent: as many programs as multiprocessors, each taking every n-th tile. Which expert and which
@@ -25,6 +25,8 @@ Shape suffixes: R rows, P pairs, D model dim, F hidden units of one expert, H = 
 
 import triton
 import triton.language as tl
+
+from comms.kernels.e4m3 import absolute, encode, scale_byte
 
 
 @triton.jit
@@ -177,9 +179,31 @@ def rows_kernel(
 
 
 @triton.jit
+def _store_coded(
+    tile, values, scales, pair, valid, column, part, width, start,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Numbers of a tile, rounded to bf16, in e4m3 with a scale for each 1 x 128 (comms/kernels/codec.py).
+
+    `column` counts from `start`, a multiple of 128, in rows of `width`; behind `part` columns there are none.
+    """
+    BLOCKS: tl.constexpr = BLOCK // 128
+    inside = valid[:, None] & (column < part)[None, :]
+    word = tl.where(inside, tile.to(tl.bfloat16).to(tl.int16, bitcast=True), 0)
+    word = tl.reshape(word, [ROWS, BLOCKS, 128])
+    scale = scale_byte(tl.max(absolute(word), axis=2), word.dtype)
+    code = tl.reshape(encode(word, scale[:, :, None], CAST), [ROWS, BLOCK])
+    tl.store(values + pair[:, None] * width + start + column[None, :], code, mask=inside)
+    block = tl.min(column) // 128 + tl.arange(0, BLOCKS)
+    at = scales + pair[:, None] * tl.cdiv(width, 128) + start // 128 + block[None, :]
+    tl.store(at, scale.to(tl.uint8), mask=valid[:, None] & (block * 128 < part)[None, :])
+
+
+@triton.jit
 def act_kernel(
-    h, weights, offsets, a, hidden, num_experts,
-    CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    h, weights, offsets, values, scales, hidden, num_experts,
+    CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CAST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of columns of some pairs."""
     blocks = tl.cdiv(hidden, BLOCK)
@@ -192,15 +216,19 @@ def act_kernel(
     gate = tl.load(h + at_h, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(h + at_h + hidden, mask=inside, other=0.0).to(tl.float32)
     act = _activation(gate, up, CLAMPED, LIMIT, SLOPE) * weight
-    tl.store(a + pair[:, None] * hidden + column[None, :], act.to(a.dtype.element_ty), mask=inside)
+    _store_coded(act, values, scales, pair, valid, column, hidden, hidden, 0, ROWS, BLOCK, CAST)
 
 
 @triton.jit
 def act_grad_kernel(
-    da, weights, offsets, h, dh, dots, hidden, num_experts,
-    CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    da, weights, offsets, h, dh, values, scales, dots, hidden, num_experts,
+    CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CODED: tl.constexpr, CAST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: some pairs. dh, <da, act>, and in the place of da the weighted activation."""
+    """One program: some pairs. dh, <da, act>, and in the place of da the weighted activation.
+
+    CODED: dh in e4m3, too; 128 then divides hidden.
+    """
     pair = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = pair < tl.load(offsets + num_experts - 1)
     weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
@@ -218,6 +246,9 @@ def act_grad_kernel(
         d *= weight
         tl.store(dh + at_h, (d * d_gate).to(dh.dtype.element_ty), mask=inside)
         tl.store(dh + at_h + hidden, (d * d_up).to(dh.dtype.element_ty), mask=inside)
+        if CODED:
+            _store_coded(d * d_gate, values, scales, pair, valid, column, hidden, 2 * hidden, 0, ROWS, BLOCK, CAST)
+            _store_coded(d * d_up, values, scales, pair, valid, column, hidden, 2 * hidden, hidden, ROWS, BLOCK, CAST)
         tl.store(da + at_a, (act * weight).to(da.dtype.element_ty), mask=inside)
     tl.store(dots + pair, tl.sum(dot, 1), mask=valid)
 
