@@ -308,7 +308,7 @@ def table(entry: dict[str, Any]) -> str:
     for side, found in entry["sides"].items():
         lines.append(f"{side:22}" + "".join(f"{_cell(found[key]):>10}" for key in COLUMNS))
     for experts, found in entry["alone"].items():
-        lines.append(f"{'without exchange: ' + experts:28}{found['fwd_ms']:8.3f} / {found['fwd_bwd_ms']:.3f} ms")
+        lines.append(f"{'without exchange: ' + experts:32}{found['fwd_ms']:.3f} / {found['fwd_bwd_ms']:.3f} ms")
     return "\n".join(lines)
 
 
