@@ -27,6 +27,7 @@ from moe.grouped_gemm import clear_tail_, grouped_linear, resolve_backend
 from moe.kernels.pair_rows import expand_rows
 from moe.kernels.sort_pairs import Pairs, sort_pairs
 from moe.linear_maps import local
+from moe.low_precision_experts import low_precision_experts
 from moe.low_precision_linear import check_dims, low_precision_grouped_linear
 from moe.recipes import Recipe
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE, reference_experts
@@ -63,8 +64,9 @@ class GroupedExperts(nn.Module):
         self.config = config
         # Replaced by its compiled twin when the run compiles.
         self.activation = weighted_activation
-        # How sorted rows meet their experts' matrices: see `use_recipe`.
+        # How sorted rows meet their experts' matrices, and by what recipe: see `use_recipe`.
         self.linear: Callable[..., Tensor] = grouped_linear
+        self.recipe: Recipe | None = None
         # False on all but one of the ranks that share each expert's hidden units: partial sums have one bias.
         self.adds_down_bias = True
         num_experts, hidden = config.num_experts, config.expert_dim
@@ -96,6 +98,10 @@ class GroupedExperts(nn.Module):
         # Where memory behind the last pair is undefined, it must be zero before it meets anything.
         ends_E = None if exact else pairs.offsets_E
         weights = w_gate_up, w_down, b_gate_up, b_down
+        if self.recipe is not None and self.recipe.fused and self._is_plain:
+            return low_precision_experts(
+                rows_RD, weights_RK, w_gate_up, w_down, pairs, self.config.activation, self.recipe
+            )
         if backend == "fused" and not self.config.scores_before_experts:
             return fused_experts(rows_RD, weights_RK, *weights, pairs, self.config.activation)
         weights_P = weights_RK.reshape(-1).index_select(0, pairs.order_P.clamp(min=0))
@@ -124,6 +130,11 @@ class GroupedExperts(nn.Module):
             y_PD = y_PD + (bias_PD * weights_P[:, None]).to(y_PD.dtype)
         return y_PD
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether there is nothing to add to, or to do before, the two products."""
+        return not (self.config.linear_bias or self.config.scores_before_experts)
+
     def use_recipe(self, recipe: Recipe) -> None:
         """Compute both maps by a low-precision recipe from now on.
 
@@ -136,7 +147,7 @@ class GroupedExperts(nn.Module):
                 "set model.moe.backend=auto"
             )
         check_dims(recipe, local(self.w_down).shape[1:], "a routed expert (model.dim x model.moe.expert_dim)")
-        self.linear = partial(low_precision_grouped_linear, recipe=recipe)
+        self.linear, self.recipe = partial(low_precision_grouped_linear, recipe=recipe), recipe
         self.config = replace(self.config, backend="grouped_mm")
 
 

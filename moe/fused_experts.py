@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from comms.kernels.gather_sum import gather_sum
 from moe.grouped_gemm import clear_tail_
 from moe.kernels import fused_experts as kernels
-from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_kernel, weight_grad_kernel
+from moe.kernels.fused_experts import act_grad_kernel, act_kernel, rows_kernel, up_kernel, weight_grad_kernel
 from moe.kernels.pair_rows import expand_rows, gather_sums
 from moe.kernels.sort_pairs import Pairs
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE
@@ -199,28 +199,64 @@ def _(dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
     return dh_PH.new_empty(dh_PH.shape[0], w_E2FD.shape[3])
 
 
-@torch.library.custom_op("sluicegate::experts_act_grad", mutates_args=())
-def act_grad(
-    dout_PD: Tensor, weights_P: Tensor, w_EDF: Tensor, offsets_E: Tensor, h_PH: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dh (P, 2F), w[p] * act(h[p]) (P, F), and <da, act(h)> (P,) in fp32, where da[p] = W[e]^T dout[p]."""
-    P, E, F = h_PH.shape[0], w_EDF.shape[0], w_EDF.shape[2]
-    da_PF = _rows_times("act_grad", dout_PD, w_EDF, offsets_E, True)
+@torch.library.custom_op("sluicegate::experts_act", mutates_args=())
+def act(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str) -> Tensor:
+    """w[p] * act(h[p]) (P, F)."""
+    P, F = h_PH.shape[0], h_PH.shape[1] // 2
+    a_PF, block = h_PH.new_empty(P, F), min(ACT_COLUMNS, triton.next_power_of_2(F))
+    if P:
+        act_kernel[(triton.cdiv(P, ACT_ROWS) * triton.cdiv(F, block),)](
+            h_PH, weights_P, offsets_E, a_PF, F, offsets_E.shape[0],
+            ROWS=ACT_ROWS, BLOCK=block, **_activation(activation),
+        )  # fmt: skip
+    return a_PF
+
+
+@act.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str) -> Tensor:
+    return h_PH.new_empty(h_PH.shape[0], h_PH.shape[1] // 2)
+
+
+@torch.library.custom_op("sluicegate::experts_act_grad_", mutates_args=("da_PF",))
+def act_grad_(
+    da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """dh (P, 2F) and <da, act(h)> (P,) in fp32; in the place of da stands w[p] * act(h[p]) (P, F)."""
+    (P, F), E = da_PF.shape, offsets_E.shape[0]
     dh_PH, dots_P = torch.empty_like(h_PH), torch.empty(P, dtype=torch.float32, device=h_PH.device)
     if P:
         act_grad_kernel[(triton.cdiv(P, ACT_ROWS),)](
             da_PF, weights_P, offsets_E, h_PH, dh_PH, dots_P, F, E,
             ROWS=ACT_ROWS, BLOCK=min(ACT_COLUMNS, triton.next_power_of_2(F)), **_activation(activation),
         )  # fmt: skip
-    # The kernel has put the weighted activation into da's place.
-    return dh_PH, da_PF, dots_P
+    return dh_PH, dots_P
 
 
-@act_grad.register_fake  # pyright: ignore[reportUnknownMemberType]
+@act_grad_.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(
+    da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(h_PH), h_PH.new_empty(h_PH.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("sluicegate::experts_down_grad", mutates_args=())
+def down_grad(dout_PD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    """da (P, F): W[e]^T dout[p]."""
+    return _rows_times("act_grad", dout_PD, w_EDF, offsets_E, True)
+
+
+@down_grad.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(dout_PD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    return dout_PD.new_empty(dout_PD.shape[0], w_EDF.shape[2])
+
+
+def act_grad(
     dout_PD: Tensor, weights_P: Tensor, w_EDF: Tensor, offsets_E: Tensor, h_PH: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(h_PH), h_PH.new_empty(h_PH.shape[0], w_EDF.shape[2]), torch.empty_like(weights_P)
+    """dh (P, 2F), w[p] * act(h[p]) (P, F), and <da, act(h)> (P,) in fp32, where da[p] = W[e]^T dout[p]."""
+    a_PF = down_grad(dout_PD, w_EDF, offsets_E)
+    dh_PH, dots_P = act_grad_(a_PF, h_PH, weights_P, offsets_E, activation)
+    return dh_PH, a_PF, dots_P
 
 
 @torch.library.custom_op("sluicegate::experts_weight_grad", mutates_args=())

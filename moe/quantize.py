@@ -89,6 +89,12 @@ def fp8_squares(w: Tensor) -> Quantized:
     return Quantized(values, scales, 128, 128)
 
 
+def fp8_squares_transposed(w: Tensor) -> Quantized:
+    """`fp8_squares` of each matrix's transpose, (I, O) or (E, I, O): the same numbers, and contiguous."""
+    values, scales = quantize(w, 128, 128, transposed=True)
+    return Quantized(values, scales, 128, 128)
+
+
 def swizzled_shape(rows: int, num_scales: int) -> tuple[int, int]:
     """Rows and scales after padding to whole tiles."""
     return -(-rows // ROWS_PER_TILE) * ROWS_PER_TILE, -(-num_scales // SCALES_PER_TILE) * SCALES_PER_TILE

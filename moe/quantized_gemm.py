@@ -14,6 +14,8 @@ block-scaled tensor core forms; only the order of the fp32 sums is another.
 padded to 32, values beside scales in swizzled tiles (moe/quantize.py). It does not refuse other cards but destroys
 their CUDA context, so nothing but `moe.recipes.resolve_recipe` may choose it.
 
+`fp8_rows` multiplies 1 x 128 by 128 x 128 blocks on SM90's fp8 tensor cores (moe/kernels/fp8_gemm.py).
+
 Shape suffixes: P rows sorted by expert, Q places (rows padded for each expert), E experts, O and I out- and
 in-features.
 """
@@ -26,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.grouped_gemm import grouped_mm, weight_gradient
+from moe.kernels.fp8_gemm import fp8_rows_gemm
 from moe.kernels.quantize import BLOCK, pad_groups
 from moe.kernels.zero_fill import zero_empty_groups_
 from moe.quantize import Quantized, places_of_rows, swizzle, swizzle_column_groups, swizzle_row_groups
@@ -42,6 +45,11 @@ def exact_rows(x_PI: Quantized, weight_EOI: Quantized, offsets_E: Tensor) -> Ten
 def exact_columns(dy_OQ: Quantized, x_IQ: Quantized, offsets_E: Tensor) -> Tensor:
     """dw_EOI in bf16; exactly zero for an expert without rows."""
     return weight_gradient(dy_OQ.dequantize(), x_IQ.dequantize().t(), offsets_E)
+
+
+def fp8_rows(x_PI: Quantized, weight_EOI: Quantized, offsets_E: Tensor) -> Tensor:
+    """`exact_rows` of `fp8_blockwise` operands on fp8 tensor cores, whose sums of 128 products keep fewer bits."""
+    return fp8_rows_gemm(x_PI.values, x_PI.scales, weight_EOI.values, weight_EOI.scales, offsets_E)
 
 
 def native_rows(x_PI: Quantized, weight_EOI: Quantized, offsets_E: Tensor) -> Tensor:

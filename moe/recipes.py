@@ -11,7 +11,8 @@ what runs: nothing looks at the hardware again, and nothing falls back.
 
     mxfp8          native   SM100           block-scaled tensor cores (torch.nn.functional.scaled_grouped_mm)
                    exact    SM90, CPU       the same products by the bf16 GEMM: same numerics, no speed
-    fp8_blockwise  portable SM90, CPU       decoded to bf16 and multiplied: what a kernel for SM90 must compute
+    fp8_blockwise  native   SM90            fp8 tensor cores; experts without biases by the fused kernels
+                   portable CPU             decoded to bf16 and multiplied: the numerics that the kernels must have
 """
 
 from collections.abc import Callable
@@ -20,8 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe import quantized_gemm
 from moe.config import LOW_PRECISION
-from moe.quantize import Quantized, fp8_rows, fp8_squares, mxfp8_columns, mxfp8_rows
+from moe.quantize import Quantized, fp8_rows, fp8_squares, fp8_squares_transposed, mxfp8_columns, mxfp8_rows
 from moe.quantized_gemm import QuantizedGemm, exact_columns, exact_rows, native_columns, native_rows
 
 
@@ -38,6 +40,7 @@ class Recipe:
         weight_transposed: quantizes w as (E, I, O) along O, for dx.
         multiply_rows: y and dx from the above.
         multiply_columns: dw from operands quantized along each expert's rows; None: a bf16 product of x and dy.
+        fused: experts run by moe/low_precision_experts.py, where they have no biases.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Recipe:
     weight_transposed: Callable[[Tensor], Quantized]
     multiply_rows: QuantizedGemm
     multiply_columns: QuantizedGemm | None = None
+    fused: bool = False
 
     def __str__(self) -> str:
         gradient = "" if self.multiply_columns else ", weight gradients in bf16"
@@ -69,8 +73,19 @@ def resolve_recipe(name: str, device: torch.device, wgrad: str = "recipe") -> Re
     if name == "fp8_blockwise":
         if capability not in (None, 9):
             raise _refusal(name, title, "SM90 (H100, H200) and CPUs")
-        squares_t = _squares_transposed
-        return Recipe(name, "portable", title, 1, fp8_rows, fp8_squares, squares_t, multiply_rows=exact_rows)
+        native = capability == 9
+        return Recipe(
+            name,
+            "native" if native else "portable",
+            title,
+            # What TMA asks of a row's bytes.
+            16 if native else 1,
+            rows=fp8_rows,
+            weight=fp8_squares,
+            weight_transposed=fp8_squares_transposed,
+            multiply_rows=quantized_gemm.fp8_rows if native else exact_rows,
+            fused=native,
+        )
     if capability not in (None, 9, 10):
         raise _refusal(name, title, "SM100 (B200, GB200), SM90 (H100, H200) and CPUs")
     native = capability == 10
@@ -98,7 +113,3 @@ def _describe(device: torch.device) -> tuple[int | None, str]:
 
 def _refusal(name: str, title: str, where: str) -> ValueError:
     return ValueError(f"precision.recipe={name} cannot run on {title}: it runs on {where}; set precision.recipe=bf16")
-
-
-def _squares_transposed(weight_EOI: Tensor) -> Quantized:
-    return fp8_squares(weight_EOI).transpose()

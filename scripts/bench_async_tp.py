@@ -167,16 +167,22 @@ def table(result: dict[str, Any]) -> str:
     """The result for a person: one line per case and side."""
     lines = [
         f"{result['nproc']} x {result['card']}, torch {result['torch']}, {result['commit'][:12]}",
-        f"{'':34}{'fwd ms':>9}{'/ matmul':>9}{'bwd ms':>9}{'/ matmul':>9}{'error':>9}",
+        f"{'':42}{'fwd ms':>9}{'/ matmul':>9}{'bwd ms':>9}{'/ matmul':>9}{'error':>9}",
     ]
-    for case in result["cases"]:
-        name = f"{case['kind']} {case['M']}, {case['N']}, {case['K']} / {case['piece_rows']}"
-        for side, found in case["sides"].items():
-            cells = [found[key] for key in ("forward_ms", "forward_ratio", "backward_ms", "backward_ratio", "error")]
-            lines.append(f"{name:26}{side:8}" + "".join(f"{cell(value):>9}" for value in cells))
+    lines += [line for case in result["cases"] for line in lines_of(case)]
     for mode, milliseconds in result["block"].items():
-        lines.append(f"{'two blocks, fwd + bwd':26}{mode:8}{milliseconds:>9.3f}")
+        lines.append(f"{'two blocks, fwd + bwd':34}{mode:8}{milliseconds:>9.3f}")
     return "\n".join(lines)
+
+
+def lines_of(case: dict[str, Any]) -> list[str]:
+    """One line per side."""
+    lines: list[str] = []
+    name = f"{case['kind']} {case['M']}, {case['N']}, {case['K']} / {case['piece_rows']}"
+    for side, found in case["sides"].items():
+        cells = [found[key] for key in ("forward_ms", "forward_ratio", "backward_ms", "backward_ratio", "error")]
+        lines.append(f"{name:34}{side:8}" + "".join(f"{cell(value):>9}" for value in cells))
+    return lines
 
 
 # ---- one rank
@@ -184,7 +190,12 @@ def table(result: dict[str, Any]) -> str:
 
 def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Figures of every case, in order, and of the blocks."""
-    cases = [measure(arguments, case, device) for case in arguments.cases]
+    cases: list[dict[str, Any]] = []
+    for case in arguments.cases:
+        cases.append(measure(arguments, case, device))
+        if dist.get_rank() == 0:
+            # As it comes: a run takes minutes.
+            print("\n".join(lines_of(cases[-1])), file=sys.stderr, flush=True)
     return {"cases": cases, "block": {} if arguments.no_block else measure_blocks(arguments, device)}
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, silu
 
-from moe.config import MoEConfig
+from moe.config import LOW_PRECISION, MoEConfig
 from moe.layer import MoE
+from moe.recipes import resolve_recipe
 from moe.reference import reference_moe
 from parallel.compile import apply_compile
 
@@ -40,6 +41,8 @@ SHAPES = {
     "OLMoE-1B-7B": Shape(32768, 2048, 1024, 64, 8),
     "gpt-oss-20b": Shape(32768, 2880, 2880, 32, 4),
     "fine-grained": Shape(32768, 4096, 256, 256, 16),
+    # One rank's experts of DeepSeek-V3, with every token sent to each.
+    "DeepSeek-V3 slice": Shape(16384, 7168, 2048, 8, 8),
 }
 TINY = Shape(64, 32, 16, 8, 2)
 ROUTINGS = ("balanced", "zipf")
@@ -167,12 +170,12 @@ def build(name: str, problem: Problem, *, compiled: bool) -> Side:
     Raises:
         ImportError, ValueError: it cannot run here; the message says why.
     """
-    if name in ("fused", "grouped_mm"):
+    if name in ("fused", "grouped_mm", *LOW_PRECISION):
         return _ours(name, problem, compiled)
     return {"torch": _torch, "sonicmoe": _sonicmoe, "liger": _liger, "scattermoe": _scattermoe}[name](problem, compiled)
 
 
-SIDES = ("fused", "grouped_mm", "torch", "sonicmoe", "liger", "scattermoe")
+SIDES = ("fused", "grouped_mm", *LOW_PRECISION, "torch", "sonicmoe", "liger", "scattermoe")
 
 
 def _ours(backend: str, problem: Problem, compiled: bool) -> Side:
@@ -182,9 +185,11 @@ def _ours(backend: str, problem: Problem, compiled: bool) -> Side:
 def make_layer(backend: str, problem: Problem, compiled: bool) -> MoE:
     """Our layer with the problem's weights."""
     with torch.device("meta"):
-        layer = MoE(config_of(problem.shape, backend), problem.shape.dim)
+        layer = MoE(config_of(problem.shape, "auto" if backend in LOW_PRECISION else backend), problem.shape.dim)
     weights = _leaves(problem.router_ED, problem.w_gate_up_E2FD, problem.w_down_EDF)
     layer.router.weight, layer.experts.w_gate_up, layer.experts.w_down = map(nn.Parameter, weights.values())
+    if backend in LOW_PRECISION:
+        layer.experts.use_recipe(resolve_recipe(backend, problem.x_TD.device))
     if compiled:
         # As the trainer compiles a block that has this layer in it.
         apply_compile(nn.Sequential(layer))
@@ -195,7 +200,8 @@ def side_of(layer: MoE) -> Side:
     """Our layer as a side."""
     parameters = layer.router.weight, layer.experts.w_gate_up, layer.experts.w_down
     named: dict[str, Tensor] = dict(zip(NAMES, parameters, strict=True))
-    return Side(lambda x_TD: layer(x_TD[None])[0][0], named, dict.fromkeys(NAMES, _same))
+    # Views, whose gradients are views: an index would cost its backward a copy.
+    return Side(lambda x_TD: layer(x_TD[None])[0].squeeze(0), named, dict.fromkeys(NAMES, _same))
 
 
 def _torch(problem: Problem, compiled: bool) -> Side:

@@ -40,8 +40,8 @@ from comms.kernels.e4m3 import absolute, can_cast, decode, encode, scale_byte
 
 RECORD_ALIGNMENT = 16
 # Elements of one program, and the widest part of a row in it.
-TILE, TILE_COLUMNS = 4096, 256
-WARPS, SQUARE_WARPS = 4, 8
+TILE, TILE_COLUMNS = 2048, 256
+WARPS, SQUARE_WARPS = 2, 8
 
 
 def record_bytes(width: int, block: int = 32) -> int:
@@ -86,29 +86,34 @@ def pack_rows_(record_RB: Tensor, x_RD: Tensor, block: int) -> None:
 
 
 @torch.library.custom_op("sluicegate::quantize", mutates_args=())
-def quantize(x: Tensor, row_block: int, block: int) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, row_block: int, block: int, transposed: bool = False) -> tuple[Tensor, Tensor]:
     """Code bf16 or fp32 matrices in blocks of row_block (1 or 128) rows x block (32 or 128) columns. No autograd.
 
     Args:
         x: (R, D) or (N, R, D). Last blocks may be partial.
+        transposed: write the transpose of values and scales; of square blocks only.
 
     Returns:
         e4m3 values of x's shape, and uint8 scales of shape (..., ceil(R / row_block), ceil(D / block)).
     """
+    assert row_block == block or not transposed, "blocks of rows become blocks of columns: quantize the transpose"
     if not _on_triton(x):
-        return quantize_reference(x, row_block, block)
-    values, scales = _empty_coded(x, row_block, block)
-    three = x.shape if x.dim() == 3 else (1, *x.shape)
-    _quantize_triton(x.reshape(three), values.view(three), scales.view(three[0], *scales.shape[-2:]), row_block, block)
+        return quantize_reference(x.transpose(-1, -2) if transposed else x, row_block, block)
+    values, scales = _empty_coded(x, row_block, block, transposed)
+    if x.dim() == 2:
+        _quantize_triton(x[None], values[None], scales[None], row_block, block, transposed=transposed)
+    else:
+        _quantize_triton(x, values, scales, row_block, block, transposed=transposed)
     return values, scales
 
 
 @quantize.register_fake
-def _(x: Tensor, row_block: int, block: int) -> tuple[Tensor, Tensor]:
-    return _empty_coded(x, row_block, block)
+def _(x: Tensor, row_block: int, block: int, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    return _empty_coded(x, row_block, block, transposed)
 
 
-def _empty_coded(x: Tensor, row_block: int, block: int) -> tuple[Tensor, Tensor]:
+def _empty_coded(x: Tensor, row_block: int, block: int, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    x = x.transpose(-1, -2) if transposed else x
     *matrices, rows, width = x.shape
     shape = (*matrices, -(-rows // row_block), -(-width // block))
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=torch.uint8)
@@ -223,7 +228,15 @@ def _constants(row_block: int, block: int, tile_rows: int, tile_columns: int, wo
     return {**sizes, "num_warps": WARPS if tile_rows * tile_columns == TILE else SQUARE_WARPS}
 
 
-def _quantize_triton(x: Tensor, values: Tensor, scales: Tensor, row_block: int, block: int, padding: int = 0) -> None:
+def _quantize_triton(
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    row_block: int,
+    block: int,
+    padding: int = 0,
+    transposed: bool = False,
+) -> None:
     num, rows, width = x.shape
     if x.numel() == 0:
         return
@@ -235,6 +248,7 @@ def _quantize_triton(x: Tensor, values: Tensor, scales: Tensor, row_block: int, 
             *(x, values, scales, rows, width, padding),
             *(x.stride(0), x.stride(1), values.stride(0), values.stride(1), scales.stride(0), scales.stride(1)),
             **_constants(row_block, block, tile_rows, tile_columns, x),
+            TRANSPOSED=transposed,
         )
 
 
@@ -275,6 +289,7 @@ def _quantize_kernel(
     TILE_COLUMNS: tl.constexpr,
     VECTOR: tl.constexpr,
     CAST: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     """One program: a tile of whole blocks, read once. A warp takes whole rows of it, for long runs of bytes."""
     BLOCKS: tl.constexpr = TILE_COLUMNS // BLOCK
@@ -291,8 +306,13 @@ def _quantize_kernel(
         amax = tl.max(amax, axis=0, keep_dims=True)
     scale = scale_byte(amax, word.dtype)
     code = tl.reshape(encode(word, scale[:, :, None], CAST), [TILE_ROWS, TILE_COLUMNS])
-    tl.store(values + matrix * values_matrix + row[:, None] * values_row + column, code, mask=inside)
+    values += matrix * values_matrix
     scales += matrix * scales_matrix
+    if TRANSPOSED:
+        tl.store(values + tl.trans(column).to(tl.int64) * values_row + row[None, :], tl.trans(code), tl.trans(inside))
+        tl.store(scales + first.to(tl.int64) * scales_row + tl.program_id(0) // tiles, tl.max(scale).to(tl.uint8))
+        return
+    tl.store(values + row[:, None] * values_row + column, code, mask=inside)
     block = first * BLOCKS + tl.arange(0, BLOCKS)
     if ROW_BLOCK > 1:
         scale_row = (tl.program_id(0) // tiles).to(tl.int64) + tl.zeros([1], dtype=tl.int64)

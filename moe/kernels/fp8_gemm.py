@@ -25,8 +25,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe.kernels.fused_experts import _schedule, _tile
 
 BLOCK = 128
-# Rows and columns (a divisor of 128) of a tile, warps, loads in flight, tiles of rows that share weights in the cache.
-TILE_M, TILE_N, WARPS, STAGES, GROUP = 128, 128, 8, 4, 8
+# Rows of a tile (its columns are two blocks), warps, loads in flight, tiles of rows that share weights in the cache.
+TILE_M, WARPS, STAGES, GROUP = 128, 8, 3, 8
 
 
 @torch.library.custom_op("sluicegate::fp8_rows_gemm", mutates_args=())
@@ -48,12 +48,14 @@ def fp8_rows_gemm(
     cuda = values_PI.is_cuda
     programs = torch.cuda.get_device_properties(values_PI.device).multi_processor_count if cuda else 3
     a_desc = TensorDescriptor.from_tensor(values_PI.contiguous(), [TILE_M, BLOCK])
-    b_desc = TensorDescriptor.from_tensor(weights_EOI.contiguous().view(E * width, inner), [TILE_N, BLOCK])
+    b_desc = TensorDescriptor.from_tensor(weights_EOI.contiguous().view(E * width, inner), [BLOCK, BLOCK])
+    # The scales of a tile's rows side by side: each step along K reads one line of them.
+    scales_KP = scales_PK.t().contiguous()
     with torch.cuda.device(values_PI.device) if cuda else torch.no_grad():
         _fp8_rows_kernel[(programs,)](
-            a_desc, scales_PK.contiguous(), b_desc, weight_scales_EBK.contiguous(), offsets_E, out_PO, inner, width, E,
-            PROGRAMS=programs, EXPERTS=triton.next_power_of_2(E), BLOCK_M=TILE_M, BLOCK_N=TILE_N, BLOCK_K=BLOCK,
-            GROUP=GROUP, num_warps=WARPS, num_stages=STAGES,
+            a_desc, scales_KP, b_desc, weight_scales_EBK.contiguous(), offsets_E, out_PO, P, inner, width, E,
+            PROGRAMS=programs, EXPERTS=triton.next_power_of_2(E), BLOCK_M=TILE_M, BLOCK=BLOCK, GROUP=GROUP,
+            num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
     return out_PO
 
@@ -76,26 +78,38 @@ def _power(byte):
 @triton.jit
 def _fp8_rows_kernel(
     a_desc, a_scales, b_desc, b_scales, offsets, out,
-    inner, width, num_experts,
-    PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    num_rows, inner, width, num_experts,
+    PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    index, counts, tiles, tile_ends, tiles_n = _schedule(offsets, num_experts, width, EXPERTS, BLOCK_M, BLOCK_N)
-    blocks_k, blocks_n = tl.cdiv(inner, BLOCK_K), tl.cdiv(width, BLOCK_K)
+    """A tile is two blocks of weights wide: each has its own product, so that one is scaled while the other runs."""
+    index, counts, tiles, tile_ends, tiles_n = _schedule(offsets, num_experts, width, EXPERTS, BLOCK_M, 2 * BLOCK)
+    blocks_k, blocks_n = tl.cdiv(inner, BLOCK), tl.cdiv(width, BLOCK)
     for tile in range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
         expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
         first = start + m * BLOCK_M
         pair = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
         valid = pair < start + count
-        column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        at_a = a_scales + pair * blocks_k
-        # The tile lies within one block of 128 columns, so its weights have one scale at a time.
-        at_b = b_scales + (expert.to(tl.int64) * blocks_n + n * BLOCK_N // BLOCK_K) * blocks_k
-        total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        at_a = a_scales + pair
+        at_b = b_scales + (expert.to(tl.int64) * blocks_n + 2 * n) * blocks_k
+        # There is no right half if the width is an odd number of blocks; what is computed for it is not stored.
+        right = tl.where(2 * n + 1 < blocks_n, blocks_k, 0)
+        row_of_b = expert * width + 2 * n * BLOCK
+        left_total = tl.zeros([BLOCK_M, BLOCK], dtype=tl.float32)
+        right_total = tl.zeros([BLOCK_M, BLOCK], dtype=tl.float32)
         for k in range(blocks_k):
-            a = a_desc.load([first, k * BLOCK_K])
-            b = b_desc.load([expert * width + n * BLOCK_N, k * BLOCK_K])
-            scale = _power(tl.load(at_a + k, mask=valid, other=0)) * _power(tl.load(at_b + k))
-            total += tl.dot(a, b.T) * scale[:, None]
+            a = a_desc.load([first, k * BLOCK])
+            left_b = b_desc.load([row_of_b, k * BLOCK])
+            right_b = b_desc.load([row_of_b + BLOCK, k * BLOCK])
+            scale = _power(tl.load(at_a, mask=valid, other=0))
+            at_a += num_rows
+            left_scale, right_scale = _power(tl.load(at_b + k)), _power(tl.load(at_b + right + k))
+            left_product = tl.dot(a, left_b.T)
+            right_product = tl.dot(a, right_b.T)
+            left_total += left_product * (scale * left_scale)[:, None]
+            right_total += right_product * (scale * right_scale)[:, None]
+        column = 2 * n * BLOCK + tl.arange(0, BLOCK)
         pointers = out + pair[:, None] * width + column[None, :]
-        tl.store(pointers, total.to(out.dtype.element_ty), mask=valid[:, None] & (column < width)[None, :])
+        inside = valid[:, None] & (column < width)[None, :]
+        tl.store(pointers, left_total.to(out.dtype.element_ty), mask=inside)
+        inside = valid[:, None] & (column + BLOCK < width)[None, :]
+        tl.store(pointers + BLOCK, right_total.to(out.dtype.element_ty), mask=inside)

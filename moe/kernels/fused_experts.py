@@ -5,6 +5,7 @@ Pairs are sorted by expert; `offsets[e]` is the end of expert e's pairs.
     up           h[p] = W_gate_up[e] x[rows[p]] + b,  a[p] = w[p] * act(h[p]): both maps in one pass over rows read by
                  index, so that received rows are not copied per pair
     rows         y[p] = W_down[e] a[p], da[p] = W_down[e]^T dout[p], dx[p] = W_gate_up[e]^T dh[p]
+    act          a[p] = w[p] * act(h[p]) alone, where the product before it is another kernel's
     act_grad     from da = W_down[e]^T dout[p]:  dh[p], w[p] * act(h[p]), and <da, act(h[p])>
     weight_grad  dW[e] = sum over its pairs of left[p] right[p]^T
 
@@ -173,6 +174,25 @@ def rows_kernel(
             total += weight[:, None] * row_of_bias[None, :]
         pointers = out + pair.to(tl.int64)[:, None] * width + column[None, :]
         tl.store(pointers, total.to(out.dtype.element_ty), mask=valid[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def act_kernel(
+    h, weights, offsets, a, hidden, num_experts,
+    CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of columns of some pairs."""
+    blocks = tl.cdiv(hidden, BLOCK)
+    pair = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    valid = pair < tl.load(offsets + num_experts - 1)
+    weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = valid[:, None] & (column < hidden)[None, :]
+    at_h = pair[:, None] * (2 * hidden) + column[None, :]
+    gate = tl.load(h + at_h, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(h + at_h + hidden, mask=inside, other=0.0).to(tl.float32)
+    act = _activation(gate, up, CLAMPED, LIMIT, SLOPE) * weight
+    tl.store(a + pair[:, None] * hidden + column[None, :], act.to(a.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -31,13 +31,12 @@ from comms.kernels.codec import quantize_reference, word_view
 from comms.kernels.e4m3 import absolute, can_cast, encode, scale_byte
 
 BLOCK = 32
-# A program's tile: blocks of places, groups of GROUP_COLUMNS columns, warps. One warp for one block of one group gives
-# each thread 64 elements, whose words, codes and scales fit in its registers.
+# A program's tile: blocks of places, groups of GROUP_COLUMNS columns, warps; and how many tiles of the same columns are
+# started after each other (with one, rows are read whole by neighbouring programs). One warp for one block of one group
+# gives each thread 64 elements, whose words, codes and scales fit in its registers.
 GROUP_COLUMNS = 64
-COLUMNS_TILE = (4, 1, 4)
-BOTH_TILE = (4, 1, 4)
-# Tiles of the same columns that are started after each other. With one, rows are read whole by neighbouring programs.
-TOGETHER = 1
+COLUMNS_TILE = (8, 1, 8, 4)
+BOTH_TILE = (4, 1, 4, 1)
 
 
 def num_places(num_pairs: int, num_experts: int, align: int) -> int:
@@ -171,11 +170,11 @@ def _launch(x: Tensor, places_Q: Tensor | None, rows: tuple[Tensor, ...], column
     if values.numel() == 0:
         return
     row_values, row_scales = (out if out.dim() == 3 else out[None] for out in rows) if rows else (values, scales)
-    blocks, groups, warps = BOTH_TILE if rows else COLUMNS_TILE
+    blocks, groups, warps, together = BOTH_TILE if rows else COLUMNS_TILE
     tiles = triton.cdiv(width, groups * GROUP_COLUMNS) * triton.cdiv(size, blocks * BLOCK)
     constants: dict[str, Any] = {"GATHER": places_Q is not None, "ROWS": bool(rows), "CAST": can_cast(x)}
     constants |= {"BLOCKS": blocks, "GROUPS": groups, "GROUP_COLUMNS": GROUP_COLUMNS}
-    constants |= {"TOGETHER": TOGETHER, "num_warps": warps}
+    constants |= {"TOGETHER": together, "num_warps": warps}
     with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():
         _gathered_kernel[(tiles, num)](
             *(x, places_Q, row_values.view(torch.uint8), row_scales, values.view(torch.uint8), scales),

@@ -36,5 +36,9 @@ def test_products_are_those_of_quantized_operands(name: str, wgrad: str, counts:
     leaves: list[Tensor] = [x_PI.requires_grad_(), weight_EOI.requires_grad_()]
     y_PO = low_precision_grouped_linear(x_PI, weight_EOI, offsets_E, resolve_recipe(name, device, wgrad))
     results = [y_PO, *torch.autograd.grad(y_PO, leaves, dy_PO)]
-    for ours, expect in zip(results, oracle, strict=True):
-        assert torch.equal(ours.cpu(), expect)
+    for product, ours, expect in zip(("y", "dx", "dw"), results, oracle, strict=True):
+        if name == "fp8_blockwise" and product != "dw":
+            # fp8 tensor cores align the products of a sum and keep few bits of each: as close as one rounding to bf16.
+            assert (ours.cpu().double() - expect.double()).norm() <= 4e-3 * expect.double().norm()
+        else:
+            assert torch.equal(ours.cpu(), expect)

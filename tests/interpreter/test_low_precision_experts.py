@@ -1,0 +1,76 @@
+"""Fused experts by a recipe under Triton's interpreter, against the same products one by one (moe/experts.py).
+
+Both quantize the same operands by the same code. But the interpreter truncates where bf16 is rounded, and what differs
+by one bit of bf16 may be rounded to another e4m3 value: bound 6e-2 norm-wise (seen: 4e-2), where a scale or a row in
+the wrong place shows as 3e-1 and more. The interpreter multiplies no bf16 either: torch has the weight gradients.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe import low_precision_experts as module
+from moe.config import MoEConfig
+from moe.experts import GroupedExperts, within_bound
+from moe.grouped_gemm import weight_gradient
+from moe.kernels.sort_pairs import sort_pairs
+from moe.low_precision_experts import low_precision_experts
+from moe.recipes import resolve_recipe
+
+BOUND = 6e-2
+NUM_ROWS, DIM, HIDDEN, EXPERTS, TOP_K = 11, 144, 136, 5, 3
+NAMES = ("out", "rows", "weights", "w_gate_up", "w_down")
+
+
+@pytest.fixture(autouse=True)
+def _weight_gradients_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "weight_grad", lambda left, right, ends: weight_gradient(left.t(), right, ends))
+
+
+def problem(seed: int, idle: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Leaves, ids with experts from `idle` on unused and some slots empty, and the output's gradient."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
+        # Rows of very different sizes, for a wrong scale to show.
+        size = 2.0 ** torch.randint(-3, 4, (*shape[:-1], 1), generator=generator)
+        return (torch.randn(shape, generator=generator) * size * scale).bfloat16()
+
+    ids = torch.rand(NUM_ROWS, idle, generator=generator).topk(TOP_K).indices
+    ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.2, -1, ids)
+    ids[3] = -1
+    leaves = [
+        randn(NUM_ROWS, DIM),
+        torch.rand(NUM_ROWS, TOP_K, generator=generator),
+        randn(EXPERTS, 2, HIDDEN, DIM, scale=DIM**-0.5),
+        randn(EXPERTS, DIM, HIDDEN, scale=HIDDEN**-0.5),
+    ]
+    return [leaf.requires_grad_() for leaf in leaves], ids, randn(NUM_ROWS, DIM)
+
+
+@pytest.mark.parametrize(("idle", "activation", "room"), [(EXPERTS, "swiglu", 0), (3, "clamped_swiglu", 20)])
+def test_equals_the_products_one_by_one(idle: int, activation: str, room: int) -> None:
+    """`room`: places for more pairs than there are, which may hold anything."""
+    leaves, ids_RK, grad = problem(idle, idle)
+    recipe = resolve_recipe("fp8_blockwise", torch.device("cpu"))
+    num_pairs = int((ids_RK >= 0).sum())
+    config = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, expert_dim=HIDDEN, activation=activation)
+    experts = GroupedExperts(config, DIM)
+    experts.use_recipe(recipe)
+    experts.w_gate_up, experts.w_down = (torch.nn.Parameter(leaf) for leaf in leaves[2:])
+    expected = experts(leaves[0], ids_RK, leaves[1], num_pairs)
+    wanted = torch.autograd.grad(expected, [*leaves[:2], experts.w_gate_up, experts.w_down], grad)
+    pairs = sort_pairs(ids_RK, EXPERTS, num_pairs + room)
+    pairs = within_bound(pairs, ids_RK) if room else pairs
+    ours = low_precision_experts(*leaves, pairs, activation, recipe)
+    found = torch.autograd.grad(ours, leaves, grad)
+    for name, actual, wants in zip(NAMES, [ours, *found], [expected, *wanted], strict=True):
+        assert (actual.float() - wants.float()).norm() <= BOUND * wants.float().norm(), name
+
+
+def test_other_dtypes_are_refused() -> None:
+    leaves, ids_RK, _ = problem(0, EXPERTS)
+    pairs = sort_pairs(ids_RK, EXPERTS, int((ids_RK >= 0).sum()))
+    recipe = resolve_recipe("fp8_blockwise", torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"fp8_blockwise computes from bf16, not from torch\.float32"):
+        low_precision_experts(leaves[0].float(), *leaves[1:], pairs, "swiglu", recipe)
