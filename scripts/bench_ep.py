@@ -3,6 +3,7 @@
     python scripts/bench_ep.py                                      two GPUs; about a minute and a half
     torchrun --nproc-per-node 2 scripts/bench_ep.py                 the same; the processes are there already
     python scripts/bench_ep.py --shapes gpt-oss-20b --payload mxfp8 --pair-capacity 1.5
+    python scripts/bench_ep.py --experts fused,fp8_blockwise        a recipe of low precision beside bf16
     python scripts/bench_ep.py --dry-run                            tiny sizes on 2 CPU processes, by collectives
 
 Every rank has --tokens tokens and its part of the experts (scripts/ep_sides.py), in bf16, compiled as the trainer
@@ -37,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from comms.config import CommsConfig, PayloadConfig
 from comms.symmetric_memory import forget_exchanges
+from moe.config import LOW_PRECISION
 from moe.fused_experts import tune
 from moe.layer import MoE
 from parallel.config import ParallelConfig
@@ -119,7 +121,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         arguments.shapes, arguments.rounds, arguments.tokens, arguments.eager = "tiny", 2, TINY.tokens, True
     arguments.backends = arguments.backends or ("collective" if arguments.dry_run else ",".join(BACKENDS))
     arguments.experts = arguments.experts or ("grouped_mm" if arguments.dry_run else ",".join(EXPERTS))
-    known = {"shapes": [*SHAPES, "tiny"], "routing": ROUTINGS, "backends": BACKENDS, "experts": EXPERTS}
+    known = {"shapes": [*SHAPES, "tiny"], "routing": ROUTINGS, "backends": BACKENDS}
+    known["experts"] = [*EXPERTS, *LOW_PRECISION]
     for option, names in known.items():
         chosen = getattr(arguments, option).split(",")
         if unknown := set(chosen) - set(names):

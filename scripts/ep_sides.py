@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comms.config import CommsConfig
+from moe.config import LOW_PRECISION
 from moe.grouped_gemm import resolve_backend
 from moe.layer import MoE
 from parallel.expert_parallel import connect_experts
 from parallel.mesh import Mesh
 from scripts.moe_sides import Problem, Side, make_layer, results, side_of, step
 
-# Backends of the exchange and of the experts.
+# Backends of the exchange and of the experts; these may also be recipes of low precision.
 BACKENDS, EXPERTS = ("symm_mem", "collective"), ("fused", "grouped_mm")
 
 
@@ -64,7 +65,8 @@ def build_layers(
     for name, layer in layers.items():
         layer.ep_group = mesh.ep_group
         layer.config = replace(layer.config, pair_capacity=pair_capacity)
-        found = resolve_backend(name, problem.x_TD.dtype, mesh.device)
+        # A recipe that cannot run has been refused.
+        found = name if name in LOW_PRECISION else resolve_backend(name, problem.x_TD.dtype, mesh.device)
         if found != name:
             raise RuntimeError(f"experts were asked for as {name} and would be {found}")
     model = nn.ModuleList(layers.values())
