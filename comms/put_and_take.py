@@ -1,10 +1,10 @@
-"""The halves of an exchange: launches of the kernels that put and take (comms/kernels/exchange.py).
+"""Launches of the kernels that exchange counts and rows (comms/kernels/routes.py, comms/kernels/exchange.py).
 
-A put ends with a signal to every rank, a take begins with the wait for all of theirs. They are functions of their own,
-so that tests can play several ranks in one process: all puts, then all takes.
+Every exchange has two sides: a put ends with signals to other ranks, a take begins with waits for theirs. One launch
+does both. `sides` names them, so that tests can play several ranks in one process: all puts, then all takes.
 
 Shape suffixes: T tokens of this rank, N ranks, R room for received rows, D row width, X row width or bytes of a record,
-K side columns, W int32 words of a row's side columns.
+K side columns or ids per token.
 """
 
 # Kernels have no types: nor have the arguments of a launch.
@@ -13,112 +13,134 @@ K side columns, W int32 words of a row's side columns.
 import math
 import os
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from comms.kernels.exchange import (
-    COUNTS,
-    RETURNS,
-    ROWS,
-    put_back_kernel,
-    put_counts_kernel,
-    put_rows_kernel,
-    sum_back_kernel,
-    take_counts_kernel,
-    take_rows_kernel,
-    wait_kernel,
-)
+from comms.kernels.codec import record_bytes, word_view
+from comms.kernels.e4m3 import can_cast
+from comms.kernels.exchange import combine_kernel, dispatch_kernel
+from comms.kernels.flags import COUNTS, RETURNS, ROWS
+from comms.kernels.routes import count_rows_kernel, counts_kernel, place_rows_kernel
 from comms.payload import BLOCK
 from comms.symmetric_memory import Exchange
 
-# Words that a program moves at a time, and the widest part of a row in it.
-TILE_WORDS, TILE_COLUMNS = 8192, 4096
-# Elements that a program adds up at a time.
-SUM_COLUMNS = 2048
-# Bytes that make one more program worth while, and the most programs that put rows if nobody asks for a number.
+# Bytes that are put and signalled at once, if the exchange does not say: enough that signals cost nothing, few enough
+# that little is left to take when the last piece has come.
+PIECE_BYTES = 2**16
+# 16-byte words that a program moves at a time, numbers that it codes on the way, and words of side columns.
+MOVE_UNITS, CODED_NUMBERS, SIDE_WORDS = 2048, 16384, 1024
+# Tokens that a program waits for and adds up, numbers that it adds up at a time, and the widest part of a row in them.
+SUM_TOKENS, SUM_NUMBERS, SUM_COLUMNS = 16, 8192, 2048
+# Bytes that make one more program worth while, and the most programs that put if nobody asks for a number.
 BYTES_PER_CTA, MAX_CTAS = 2**16, 32
+# Programs that take: one for each multiprocessor without a put, but no fewer than this part of all.
+LEAST_TAKE_PART = 0.5
+NUM_WARPS = 16
+# Tokens whose rows one program numbers, and blocks of tokens whose counts it adds up at a time.
+PLAN_TOKENS, PLAN_STRIP = 256, 128
+
+PUT, TAKE, BOTH = (True, False), (False, True), (True, True)
+Sides = tuple[bool, bool]
 
 
-def put_counts(exchange: Exchange, sent_2N: Tensor, tag: int) -> None:
-    """Put this rank's (2, N) int32 rows and items for each rank into every rank's table."""
-    with _on(exchange):
-        put_counts_kernel[(1,)](
-            exchange.pointers, exchange.errors, exchange.state, sent_2N.contiguous(), exchange.rank, tag,
-            exchange.limit, exchange.layout.table_at, **_channel(exchange, COUNTS),
-            CLOCK=exchange.has_clock, num_warps=1,
-        )  # fmt: skip
+class Order(NamedTuple):
+    """Which token is which row: int32."""
+
+    # Token t's row is this one (from 0) of those for rank n; -1: none.
+    index_NT: Tensor
+    # Token of each row for rank n, as far as there are rows.
+    tokens_NT: Tensor
+    # (2, N): rows and ids for each rank.
+    sent_2N: Tensor
 
 
-def take_counts(exchange: Exchange, tag: int, item_bound: int) -> tuple[Tensor, Tensor]:
-    """Wait for every rank's counts: (routes, totals)."""
+def order_rows(ids_TK: Tensor, num_ranks: int, ids_per_rank: int) -> Order:
+    """Number the rows for each rank in the order of tokens. Rank n owns ids n * ids_per_rank and on; -1 is no id."""
+    num_tokens, num_ids = ids_TK.shape
+    blocks = max(-(-num_tokens // PLAN_TOKENS), 1)
+    index_NT, tokens_NT, sent_2N, counts = (
+        torch.empty(shape, dtype=torch.int32, device=ids_TK.device)
+        for shape in ((num_ranks, num_tokens), (num_ranks, num_tokens), (2, num_ranks), (2 * num_ranks, blocks))
+    )
+    ids_TK = ids_TK.contiguous()
+    sizes = {"NUM_RANKS": num_ranks, "NUM_IDS": num_ids, "IDS": _power_of_2(num_ids), "BLOCK": PLAN_TOKENS}
+    with torch.cuda.device(ids_TK.device) if ids_TK.is_cuda else torch.no_grad():
+        count_rows_kernel[(blocks,)](ids_TK, counts, num_tokens, ids_per_rank, **sizes)
+        place_rows_kernel[(blocks,)](
+            ids_TK, counts, index_NT, tokens_NT, sent_2N, num_tokens, ids_per_rank, **sizes, STRIP=PLAN_STRIP
+        )
+    return Order(index_NT, tokens_NT, sent_2N)
+
+
+def exchange_counts(
+    exchange: Exchange, sent_2N: Tensor, tag: int, item_bound: int, sides: Sides = BOTH
+) -> tuple[Tensor, Tensor]:
+    """Tell every rank this one's rows and items for it, and learn theirs: (routes, totals)."""
     num_ranks = exchange.num_ranks
     routes = exchange.overflow.new_empty(3, num_ranks, num_ranks)
     totals = exchange.overflow.new_empty(2)
     with _on(exchange):
-        take_counts_kernel[(1,)](
-            exchange.pointers, exchange.errors, exchange.state, exchange.overflow, routes, totals, exchange.rank, tag,
-            exchange.limit, exchange.layout.row_bound, item_bound, exchange.layout.table_at,
-            **_channel(exchange, COUNTS), CLOCK=exchange.has_clock, num_warps=1,
+        counts_kernel[(1,)](
+            exchange.pointers, exchange.errors, exchange.state, exchange.overflow, sent_2N, routes, totals,
+            exchange.rank, tag, exchange.limit, exchange.layout.row_bound, item_bound, exchange.layout.table_at,
+            **_channel(exchange, COUNTS), PUT=sides[0], TAKE=sides[1], CLOCK=exchange.has_clock, num_warps=1,
         )  # fmt: skip
     return routes, totals
 
 
-def put_rows(
+class Received(NamedTuple):
+    """What dispatch brings: rows in their places, and side columns."""
+
+    rows_RD: Tensor
+    weights_RK: Tensor
+    ids_RK: Tensor
+
+
+def move_there(
     exchange: Exchange,
     x_TD: Tensor,
-    side_TW: Tensor,
-    index_NT: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    tokens_NT: Tensor,
     routes: Tensor,
-    out_RD: Tensor,
-    out_RW: Tensor,
+    totals: Tensor,
+    out: Received,
     tag: int,
+    payload: str = "model",
+    sides: Sides = BOTH,
 ) -> None:
-    """Put rows and side words at their places at other ranks, this rank's own into `out`."""
-    x_words, out_words = words_of(x_TD), words_of(out_RD)
-    num_bytes = 4 * x_words.shape[1] * index_NT.numel()
-    sizes = _sizes(exchange, x_words.shape[1], side_TW.shape[1])
+    """Put rows and side columns at their places at other ranks; take what comes, and own rows, into `out`.
+
+    Every row of `out`, this rank's own included, has been coded as the payload says and decoded.
+    """
+    is_coded = payload != "model"
+    (num_rows, width), num_ids = out.rows_RD.shape, ids_TK.shape[1]
+    rows, out_rows = (word_view(x.contiguous()) if is_coded else words_of(x) for x in (x_TD, out.rows_RD))
+    weight_words = words_of(weights_TK)
+    row_words = record_bytes(width, BLOCK) // 4 if is_coded else rows.shape[1]
+    _check_sizes(exchange, row_words, weight_words.shape[1] + num_ids)
+    put = _put_programs(exchange, 4 * row_words * tokens_NT.numel())
+    piece_rows = _piece_rows(exchange, 4 * row_words)
+    take = _take_programs(exchange, put, -(-num_rows // piece_rows))
+    put, take = put * sides[0], take * sides[1]
     with _on(exchange):
-        put_rows_kernel[(_put_programs(exchange, num_bytes),)](
-            exchange.pointers, exchange.errors, exchange.state, x_words, side_TW, index_NT, routes, out_words, out_RW,
-            exchange.rank, tag, exchange.limit, x_TD.shape[0], exchange.layout.rows_at, exchange.layout.side_at,
-            **_channel(exchange, ROWS), **sizes,
-            CLOCK=exchange.has_clock, num_warps=16,
+        dispatch_kernel[(put + take,)](
+            exchange.pointers, exchange.errors, exchange.state, rows, weight_words, ids_TK.contiguous(), tokens_NT,
+            routes, totals, out_rows, words_of(out.weights_RK), out.ids_RK,
+            exchange.rank, tag, exchange.limit, put, tokens_NT.shape[1], num_rows,
+            exchange.layout.rows_at, exchange.layout.side_at,
+            **_channel(exchange, ROWS), PIECE_ROWS=piece_rows,
+            WORDS=row_words, WEIGHT_WORDS=weight_words.shape[1], NUM_IDS=num_ids,
+            WIDTH=width, CODE_BLOCK=BLOCK if is_coded else 0, NUMBERS=CODED_NUMBERS,
+            VECTOR=16 // rows.element_size(), CAST=can_cast(x_TD),
+            BLOCK=MOVE_UNITS, SIDE_BLOCK=SIDE_WORDS, CLOCK=exchange.has_clock, JITTER=exchange.jitter,
+            num_warps=NUM_WARPS,
         )  # fmt: skip
 
 
-def take_rows(
-    exchange: Exchange, routes: Tensor, totals: Tensor, out_RD: Tensor, out_RW: Tensor, tag: int, fill_from: int
-) -> None:
-    """Wait for every rank's rows and copy them to `out`."""
-    out_words = words_of(out_RD)
-    sizes = _sizes(exchange, out_words.shape[1], out_RW.shape[1])
-    _wait_for_all(exchange, ROWS, tag)
-    channel = _channel(exchange, ROWS)
-    del channel["FAILED_AT"]
-    with _on(exchange):
-        take_rows_kernel[(_take_programs(exchange, out_RD.shape[0], sizes["TILE"]),)](
-            exchange.pointers, exchange.state, routes, totals, out_words, out_RW, exchange.rank, tag, out_RD.shape[0],
-            exchange.layout.rows_at, exchange.layout.side_at, **channel, **sizes,
-            FILL_FROM=fill_from, num_warps=8,
-        )  # fmt: skip
-
-
-def put_back(exchange: Exchange, rows_RD: Tensor, side_RK: Tensor, routes: Tensor, totals: Tensor, tag: int) -> None:
-    """Put received rows and side columns back to where they were sent from."""
-    words, side_words = words_of(rows_RD), words_of(side_RK)
-    sizes = _sizes(exchange, words.shape[1], side_words.shape[1])
-    with _on(exchange):
-        put_back_kernel[(_put_programs(exchange, 4 * words.numel()),)](
-            exchange.pointers, exchange.errors, exchange.state, words, side_words, routes, totals, exchange.rank, tag,
-            exchange.limit, exchange.layout.returns_at, exchange.layout.return_side_at,
-            **_channel(exchange, RETURNS), **sizes, CLOCK=exchange.has_clock, num_warps=16,
-        )  # fmt: skip
-
-
-def sum_back(
+def move_back(
     exchange: Exchange,
     rows_RX: Tensor,
     side_RK: Tensor,
@@ -127,47 +149,30 @@ def sum_back(
     out_TD: Tensor,
     side_TK: Tensor,
     tag: int,
+    sides: Sides = BOTH,
 ) -> None:
-    """Wait for every rank's results and add them up per token, into `out` and `side`."""
-    _wait_for_all(exchange, RETURNS, tag)
-    if side_TK.shape[1]:
-        _sum(exchange, side_RK, index_NT, routes, side_TK, tag, exchange.layout.return_side_at, finish=False)
-    # The last one returns the credit for both.
-    _sum(exchange, rows_RX, index_NT, routes, out_TD, tag, exchange.layout.returns_at, finish=True)
+    """Put received rows and side columns back to where they were sent from; add up per token what comes back.
 
-
-def _sum(
-    exchange: Exchange,
-    rows_RX: Tensor,
-    index_NT: Tensor,
-    routes: Tensor,
-    out_TX: Tensor,
-    tag: int,
-    rows_at: int,
-    *,
-    finish: bool,
-) -> None:
-    num_tokens, width = out_TX.shape
-    columns = min(_power_of_2(width), SUM_COLUMNS)
-    channel = _channel(exchange, RETURNS)
-    del channel["FAILED_AT"]
-    row_bytes, is_coded = rows_RX.shape[1] * rows_RX.element_size(), rows_RX.dtype == torch.uint8
+    Rows are as those of `out`, or records of them (uint8).
+    """
+    words, side_words = words_of(rows_RX), words_of(side_RK)
+    (num_tokens, width), row_words = out_TD.shape, words.shape[1]
+    columns, side_columns = min(_power_of_2(width), SUM_COLUMNS), _power_of_2(max(side_TK.shape[1], 1))
+    _check_sizes(exchange, row_words, side_words.shape[1])
+    put = _put_programs(exchange, 4 * words.numel())
+    take = _take_programs(exchange, put, -(-num_tokens // SUM_TOKENS))
+    put, take = put * sides[0], take * sides[1]
     with _on(exchange):
-        sum_back_kernel[(_take_programs(exchange, num_tokens * -(-width // columns), 1, per_sm=8),)](
-            exchange.pointers, exchange.state, rows_RX, index_NT, routes, out_TX, exchange.rank, tag, num_tokens,
-            rows_at, **channel, WIDTH=width, ROW_BYTES=row_bytes, ALIGNMENT=math.gcd(row_bytes, 16), COLUMNS=columns,
-            WIDE=tl.float64 if out_TX.dtype == torch.float64 else tl.float32, BLOCK=BLOCK if is_coded else 0,
-            FINISH=finish, num_warps=4,
-        )  # fmt: skip
-
-
-def _wait_for_all(exchange: Exchange, channel: int, tag: int) -> None:
-    flags = _channel(exchange, channel)
-    del flags["RANKS"]
-    with _on(exchange):
-        wait_kernel[(exchange.num_ranks,)](
-            exchange.pointers, exchange.errors, exchange.rank, tag, exchange.limit, **flags,
-            CLOCK=exchange.has_clock, num_warps=1,
+        combine_kernel[(put + take,)](
+            exchange.pointers, exchange.errors, exchange.state, words, side_words, index_NT, routes, out_TD, side_TK,
+            exchange.rank, tag, exchange.limit, put, num_tokens,
+            exchange.layout.returns_at, exchange.layout.return_side_at,
+            **_channel(exchange, RETURNS), PIECE_ROWS=_piece_rows(exchange, 4 * row_words),
+            WORDS=row_words, SIDE_WORDS=side_words.shape[1], SIDE_UNIT=math.gcd(side_words.shape[1], 4) or 1,
+            WIDTH=width, COLUMNS=columns, SIDE_WIDTH=side_TK.shape[1], SIDE_COLUMNS=side_columns,
+            CODE_BLOCK=BLOCK if rows_RX.dtype == torch.uint8 else 0,
+            TOKENS=SUM_TOKENS, TILE=max(min(SUM_NUMBERS // columns, SUM_TOKENS), 1), BLOCK=MOVE_UNITS,
+            CLOCK=exchange.has_clock, JITTER=exchange.jitter, num_warps=NUM_WARPS,
         )  # fmt: skip
 
 
@@ -179,28 +184,21 @@ def words_of(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.int32).view(x.shape[0], width // 4)
 
 
-def _sizes(exchange: Exchange, words: int, side_words: int) -> dict[str, int]:
-    """How rows are cut into tiles."""
+def _check_sizes(exchange: Exchange, words: int, side_words: int) -> None:
+    """Whether rows and side columns fit into the arena, and rows can be moved 16 bytes at a time."""
     layout = exchange.layout
     assert 4 * words <= layout.row_bytes and words % 4 == 0 and 4 * side_words <= layout.side_bytes, (words, side_words)
-    columns = min(_power_of_2(words), TILE_COLUMNS)
-    return {
-        "WORDS": words,
-        "COLUMNS": columns,
-        "SIDE_WORDS": side_words,
-        "SIDE_COLUMNS": _power_of_2(max(side_words, 1)),
-        "TILE": max(TILE_WORDS // columns, 1),
-    }
 
 
 def _channel(exchange: Exchange, channel: int) -> dict[str, int]:
     """Where a channel's flags are."""
-    num_ranks = exchange.num_ranks
+    layout = exchange.layout
     return {
-        "FLAGS_AT": exchange.layout.flags_at(channel),
-        "FAILED_AT": exchange.layout.failed_at,
-        "NUM_RANKS": num_ranks,
-        "RANKS": _power_of_2(num_ranks),
+        "FLAGS_AT": layout.flags_at(channel),
+        "FAILED_AT": layout.failed_at,
+        "NUM_RANKS": layout.num_ranks,
+        "RANKS": _power_of_2(layout.num_ranks),
+        "PIECES": layout.max_pieces,
     }
 
 
@@ -209,17 +207,26 @@ def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def _piece_rows(exchange: Exchange, row_bytes: int) -> int:
+    """Rows of a piece, alike on every rank."""
+    return max((exchange.piece_bytes or PIECE_BYTES) // row_bytes, 1)
+
+
 def _put_programs(exchange: Exchange, num_bytes: int) -> int:
     """Few enough to leave multiprocessors to others."""
-    return exchange.num_ctas or max(1, min(MAX_CTAS, num_bytes // BYTES_PER_CTA))
+    programs = exchange.num_ctas or max(1, min(MAX_CTAS, num_bytes // BYTES_PER_CTA))
+    # Turns go round the other ranks: every program is to come to all of them, or some would have more to do.
+    while programs > 1 and math.gcd(programs, exchange.num_ranks - 1) > 1:
+        programs -= 1
+    return programs
 
 
-def _take_programs(exchange: Exchange, rows: int, tile: int, per_sm: int = 2) -> int:
-    """Nobody waits for these, and they are bound by this device's own memory."""
+def _take_programs(exchange: Exchange, put: int, pieces: int) -> int:
+    """They wait most of the time, but what came last is to be taken fast."""
     if not exchange.arena.is_cuda:
         return 3
     processors = torch.cuda.get_device_properties(exchange.arena.device).multi_processor_count
-    return max(1, min(per_sm * processors, -(-rows // tile)))
+    return max(1, min(pieces, max(processors - put, int(LEAST_TAKE_PART * processors))))
 
 
 def _on(exchange: Exchange) -> AbstractContextManager[Any]:

@@ -4,15 +4,16 @@ Beside the collective backend (comms/all_to_all.py) the difference is what the h
 rows came, so results have room for `row_bound` of them. The first `totals[0]` are rows, in the same order and with the
 same bits; behind them rows are undefined, weights 0 and ids -1. The gradient that comes back may have anything there.
 
-    plan       put the counts, take the counts                 -> routes
-    dispatch   put rows at their places, wait, take them       -> rows_RD, side_RW
-    combine    put rows back, wait, add up per token           -> out_TD
+    plan       number the rows, exchange the counts        -> routes
+    dispatch   put rows at their places, take what comes   -> rows_RD, weights_RK, ids_RK
+    combine    put rows back, add up per token             -> out_TD
 
-Rows are taken out of the arena by copying, this rank's own go straight to their place, and combine adds up what lies
-in the arena.
+Dispatch and combine are one launch each, in which rows are taken while others still arrive. Dispatch codes rows as
+it puts them and decodes them as it takes them out of the arena; this rank's own go straight to their place. Combine
+sends records that were made before, and adds up what lies in the arena.
 
-Shape suffixes: T tokens of this rank, N ranks, R room for received rows, D row width, K side columns, W int32 words of
-a row's side columns.
+Shape suffixes: T tokens of this rank, N ranks, R room for received rows, D row width, X row width or bytes of a record,
+K side columns.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comms.payload import Payload, decode, encode
-from comms.put_and_take import put_back, put_counts, put_rows, sum_back, take_counts, take_rows, words_of
+from comms.payload import Payload, encode
+from comms.put_and_take import Received, exchange_counts, move_back, move_there, order_rows
 from comms.symmetric_memory import Exchange, find_exchange
 
 # What a tag says beside the layer.
@@ -48,9 +49,10 @@ class SymmetricPlan:
     # Number of the layer, for tags.
     layer: int
     num_tokens: int
-    # int32: token t's row is this one (from 0) of those that this rank has for rank n; -1: none.
+    # int32: token t's row is this one (from 0) of those that this rank has for rank n (-1: none), and the other way.
     index_NT: Tensor
-    # int32 (3, N, N): see comms/kernels/exchange.py.
+    tokens_NT: Tensor
+    # int32 (3, N, N): see comms/kernels/routes.py.
     routes: Tensor
     # int32 (2,): rows received and the items that they feed here.
     totals: Tensor
@@ -68,41 +70,32 @@ class SymmetricPlan:
         return False
 
 
-def plan_exchange(items_TN: Tensor, exchange: Exchange, layer: int, item_bound: int) -> SymmetricPlan:
-    """Plan the exchange of this rank's T tokens; see comms.all_to_all.plan_dispatch.
+def plan_exchange(
+    ids_TK: Tensor, ids_per_rank: int, exchange: Exchange, layer: int, item_bound: int
+) -> SymmetricPlan:  # fmt: skip
+    """Plan the exchange of this rank's T tokens: each goes to every rank that owns one of its ids.
 
     Args:
+        ids_TK: integer; rank n owns ids n * ids_per_rank to (n + 1) * ids_per_rank, and -1 is no id.
         layer: the same on every rank, or the mismatch is reported.
-        item_bound: items that this rank has room for; more are noted as an overflow.
+        item_bound: ids that this rank has room for; more are noted as an overflow.
 
     Raises:
         ValueError: more tokens than the exchange was made for.
         RuntimeError: a wait has failed before.
     """
     exchange.check()
-    num_tokens, num_ranks = items_TN.shape
-    assert num_ranks == exchange.num_ranks, (num_ranks, exchange.num_ranks)
+    num_tokens = ids_TK.shape[0]
     if num_tokens > exchange.max_tokens:
         raise ValueError(
             f"{num_tokens} tokens in one pass, and this run's exchange has room for {exchange.max_tokens} per rank "
             "(train.micro_batch_size x train.seq_len); use smaller batches, or comms.backend=collective"
         )
-    index_NT, sent_2N = _order(items_TN)
-    routes, totals = exchange_routes(exchange.state, sent_2N, exchange.name, tag_of(layer, PLAN), item_bound)
-    return SymmetricPlan(exchange, layer, num_tokens, index_NT, routes, totals, item_bound)
-
-
-def _order(items_TN: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's number among those for its destination; rows and items for each rank."""
-    num_tokens, num_ranks = items_TN.shape
-    is_sent_NT = (items_TN > 0).t().contiguous()
-    # One scan over everything: torch is slow at several.
-    scan = is_sent_NT.view(-1).cumsum(0, dtype=torch.int32)
-    starts_N = torch.zeros(num_ranks + 1, dtype=torch.int32, device=scan.device)
-    if num_tokens:
-        starts_N[1:] = scan[num_tokens - 1 :: num_tokens]
-    index_NT = torch.where(is_sent_NT, scan.view_as(is_sent_NT) - 1 - starts_N[:-1, None], -1)
-    return index_NT, torch.stack([starts_N.diff(), items_TN.sum(0, dtype=torch.int32)])
+    tag = tag_of(layer, PLAN)
+    index_NT, tokens_NT, routes, totals = exchange_routes(
+        exchange.state, ids_TK, exchange.num_ranks, ids_per_rank, exchange.name, tag, item_bound
+    )
+    return SymmetricPlan(exchange, layer, num_tokens, index_NT, tokens_NT, routes, totals, item_bound)
 
 
 def dispatch_rows(
@@ -123,12 +116,7 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, plan: SymmetricPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: Payload
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.plan, ctx.payload = plan, payload
-        weight_words_TW = words_of(weights_TK)
-        num_words = weight_words_TW.shape[1]
-        side_TW = torch.cat([weight_words_TW, ids_TK.to(torch.int32)], dim=1)
-        rows_RD, side_RW = _there(plan, DISPATCH, x_TD, side_TW, num_words, payload.rows)
-        weights_RK = side_RW[:, :num_words].contiguous().view(weights_TK.dtype)
-        ids_RK = side_RW[:, num_words:].long()
+        rows_RD, weights_RK, ids_RK = _there(plan, DISPATCH, x_TD, weights_TK, ids_TK, payload.rows)
         ctx.mark_non_differentiable(ids_RK)
         return rows_RD, weights_RK, ids_RK
 
@@ -146,25 +134,24 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        no_side_TW = grads[0].new_empty(grads[0].shape[0], 0, dtype=torch.int32)
-        return None, _there(ctx.plan, COMBINE_GRAD, grads[0], no_side_TW, 0, ctx.payload.grads)[0], None
+        no_ids = grads[0].new_empty(grads[0].shape[0], 0, dtype=torch.int64)
+        no_weights = grads[0][:, :0]
+        return None, _there(ctx.plan, COMBINE_GRAD, grads[0], no_weights, no_ids, ctx.payload.grads)[0], None
 
 
 def _there(
-    plan: SymmetricPlan, step: int, x_TD: Tensor, side_TW: Tensor, fill_from: int, payload: str
-) -> tuple[Tensor, Tensor]:
-    """Received rows and side words, with room for all that may come."""
+    plan: SymmetricPlan, step: int, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Received rows, weights and ids, with room for all that may come."""
     state, name, tag = plan.exchange.state, plan.exchange.name, tag_of(plan.layer, step)
-    tables = plan.index_NT, plan.routes, plan.totals
-    coded = encode(x_TD, payload)
-    coded, side_RW = symmetric_dispatch(state, coded, side_TW, *tables, name, tag, plan.num_rows, fill_from)
-    return decode(coded, payload, x_TD.shape[1], x_TD.dtype), side_RW
+    tables = plan.tokens_NT, plan.routes, plan.totals
+    return symmetric_dispatch(state, x_TD, weights_TK, ids_TK, *tables, name, tag, plan.num_rows, payload)
 
 
 def _back(plan: SymmetricPlan, step: int, rows_RD: Tensor, side_RK: Tensor, payload: str) -> tuple[Tensor, Tensor]:
     """The sums per token of rows and side columns."""
     state, name, tag = plan.exchange.state, plan.exchange.name, tag_of(plan.layer, step)
-    tables = plan.index_NT, plan.routes, plan.totals
+    tables = plan.index_NT, plan.routes
     out_TD = rows_RD.new_empty(plan.num_tokens, rows_RD.shape[1])
     side_TK = symmetric_combine(state, out_TD, encode(rows_RD, payload), side_RK, *tables, name, tag)
     return out_TD, side_TK
@@ -175,53 +162,69 @@ def _back(plan: SymmetricPlan, step: int, rows_RD: Tensor, side_RK: Tensor, payl
 
 
 @torch.library.custom_op("sluicegate::exchange_routes", mutates_args=("state",))
-def exchange_routes(state: Tensor, sent_2N: Tensor, name: str, tag: int, item_bound: int) -> tuple[Tensor, Tensor]:
-    """Tell every rank what this one has for whom: (routes, totals)."""
+def exchange_routes(
+    state: Tensor, ids_TK: Tensor, num_ranks: int, ids_per_rank: int, name: str, tag: int, item_bound: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Number the rows for each rank and tell it: (index_NT, tokens_NT, routes, totals)."""
     exchange = find_exchange(name)
-    put_counts(exchange, sent_2N, tag)
-    return take_counts(exchange, tag, item_bound)
+    assert num_ranks == exchange.num_ranks, (num_ranks, exchange.num_ranks)
+    order = order_rows(ids_TK, num_ranks, ids_per_rank)
+    return order.index_NT, order.tokens_NT, *exchange_counts(exchange, order.sent_2N, tag, item_bound)
 
 
 @exchange_routes.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(state: Tensor, sent_2N: Tensor, name: str, tag: int, item_bound: int) -> tuple[Tensor, Tensor]:
-    return sent_2N.new_empty(3, sent_2N.shape[1], sent_2N.shape[1]), sent_2N.new_empty(2)
+def _(
+    state: Tensor, ids_TK: Tensor, num_ranks: int, ids_per_rank: int, name: str, tag: int, item_bound: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shapes = ((num_ranks, ids_TK.shape[0]), (num_ranks, ids_TK.shape[0]), (3, num_ranks, num_ranks), (2,))
+    index_NT, tokens_NT, routes, totals = (ids_TK.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return index_NT, tokens_NT, routes, totals
 
 
 @torch.library.custom_op("sluicegate::symmetric_dispatch", mutates_args=("state",))
 def symmetric_dispatch(
     state: Tensor,
     x_TD: Tensor,
-    side_TW: Tensor,
-    index_NT: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    tokens_NT: Tensor,
     routes: Tensor,
     totals: Tensor,
     name: str,
     tag: int,
     row_bound: int,
-    fill_from: int,
-) -> tuple[Tensor, Tensor]:
-    """Received rows and their side words: (R, D), (R, W). Side words of no row: 0, from fill_from on -1."""
-    exchange = find_exchange(name)
-    out_RD, out_RW = x_TD.new_empty(row_bound, x_TD.shape[1]), side_TW.new_empty(row_bound, side_TW.shape[1])
-    put_rows(exchange, x_TD, side_TW, index_NT, routes, out_RD, out_RW, tag)
-    take_rows(exchange, routes, totals, out_RD, out_RW, tag, fill_from)
-    return out_RD, out_RW
+    payload: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Received rows and side columns: (R, D), (R, K), (R, K) int64. Where there is no row weights are 0 and ids -1."""
+    out = _received(x_TD, weights_TK, ids_TK, row_bound)
+    tables = tokens_NT, routes, totals
+    move_there(find_exchange(name), x_TD, weights_TK, ids_TK, *tables, Received(*out), tag, payload)
+    return out
+
+
+def _received(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, row_bound: int) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x_TD.new_empty(row_bound, x_TD.shape[1]),
+        weights_TK.new_empty(row_bound, weights_TK.shape[1]),
+        ids_TK.new_empty(row_bound, ids_TK.shape[1], dtype=torch.int64),
+    )
 
 
 @symmetric_dispatch.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(
     state: Tensor,
     x_TD: Tensor,
-    side_TW: Tensor,
-    index_NT: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    tokens_NT: Tensor,
     routes: Tensor,
     totals: Tensor,
     name: str,
     tag: int,
     row_bound: int,
-    fill_from: int,
-) -> tuple[Tensor, Tensor]:
-    return x_TD.new_empty(row_bound, x_TD.shape[1]), side_TW.new_empty(row_bound, side_TW.shape[1])
+    payload: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _received(x_TD, weights_TK, ids_TK, row_bound)
 
 
 @torch.library.custom_op("sluicegate::symmetric_combine", mutates_args=("state", "out_TD"))
@@ -232,7 +235,6 @@ def symmetric_combine(
     side_RK: Tensor,
     index_NT: Tensor,
     routes: Tensor,
-    totals: Tensor,
     name: str,
     tag: int,
 ) -> Tensor:
@@ -240,11 +242,8 @@ def symmetric_combine(
 
     Rows have the width and dtype of `out`, or are records of it in uint8.
     """
-    exchange = find_exchange(name)
-    rows_RX, side_RK = rows_RX.contiguous(), side_RK.contiguous()
     side_TK = side_RK.new_empty(out_TD.shape[0], side_RK.shape[1])
-    put_back(exchange, rows_RX, side_RK, routes, totals, tag)
-    sum_back(exchange, rows_RX, side_RK, index_NT, routes, out_TD, side_TK, tag)
+    move_back(find_exchange(name), rows_RX, side_RK, index_NT, routes, out_TD, side_TK, tag)
     return side_TK
 
 
@@ -256,7 +255,6 @@ def _(
     side_RK: Tensor,
     index_NT: Tensor,
     routes: Tensor,
-    totals: Tensor,
     name: str,
     tag: int,
 ) -> Tensor:

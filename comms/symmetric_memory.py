@@ -2,7 +2,7 @@
 
 An arena is one allocation per rank, alike on all of them (bytes, from its start):
 
-    flags     int64: per channel ready[N], credit[N], epoch, programs done; then one word that says "failed"
+    flags     int64: per channel those of comms/kernels/flags.py; then one word that says "failed"
     table     int32 (N, 2N): rank m's row says how many rows, then items, it has for each rank
     rows      what arrives by dispatch: row_bound rows, and their side words
     returns   what comes back by combine: return_bound rows, and their side words
@@ -25,12 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comms.kernels.exchange import EXPIRED, NO_ERROR, NUM_CHANNELS, channel_words
+from comms.kernels.flags import EXPIRED, NO_ERROR, NUM_CHANNELS, channel_words
 
 # Regions begin at multiples of this many bytes.
 REGION_ALIGNMENT = 256
 # A flag keeps its tag in 16 bits.
 MAX_TAG = 2**16 - 1
+# Pieces that one rank's rows for another are cut into, at most: each has a flag of its own.
+MAX_PIECES = 4096
 
 
 class NoRoomError(RuntimeError):
@@ -48,11 +50,12 @@ class ArenaLayout:
     # The widest row and the widest side columns, in bytes.
     row_bytes: int
     side_bytes: int
+    max_pieces: int = MAX_PIECES
 
     @property
     def failed_at(self) -> int:
         """int64 word that is set once a wait has failed."""
-        return NUM_CHANNELS * channel_words(self.num_ranks)
+        return NUM_CHANNELS * channel_words(self.num_ranks, self.max_pieces)
 
     @property
     def table_at(self) -> int:
@@ -86,7 +89,7 @@ class ArenaLayout:
 
     def flags_at(self, channel: int) -> int:
         """First int64 word of a channel's flags."""
-        return channel * channel_words(self.num_ranks)
+        return channel * channel_words(self.num_ranks, self.max_pieces)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -149,8 +152,11 @@ class Exchange:
     overflow: Tensor = field(repr=False)
     # How long a wait may last: nanoseconds on a device, polls under the interpreter.
     limit: int
-    # Programs that put rows; None: chosen by size.
+    # Programs that put rows, and bytes that are signalled at once, alike on every rank; None: chosen by size.
     num_ctas: int | None = None
+    piece_bytes: int | None = None
+    # Tests only: nanoseconds that a put may linger before a piece.
+    jitter: int = 0
     # Items that a balanced load brings per own token: what their bound is a multiple of, for messages.
     items_per_token: int = 1
     # Says what a tag stands for.
@@ -279,6 +285,7 @@ def create_exchange(
     timeout_seconds: float,
     num_ctas: int | None = None,
     describe_tag: Callable[[int], str] = str,
+    piece_bytes: int | None = None,
     items_per_token: int = 1,
 ) -> Exchange:
     """Allocate this rank's arena, map the others' and check the mapping. Collective over the group.
@@ -312,6 +319,7 @@ def create_exchange(
         overflow=torch.zeros(6, dtype=torch.int32, device=device),
         limit=int(timeout_seconds * 1e9),
         num_ctas=num_ctas,
+        piece_bytes=piece_bytes,
         items_per_token=items_per_token,
         describe_tag=describe_tag,
         handle=handle,
@@ -323,7 +331,11 @@ def create_exchange(
 
 
 def simulated_exchanges(
-    layout: ArenaLayout, max_tokens: int, limit: int = 10, describe_tag: Callable[[int], str] = str
+    layout: ArenaLayout,
+    max_tokens: int,
+    limit: int = 10,
+    describe_tag: Callable[[int], str] = str,
+    piece_bytes: int | None = None,
 ) -> list[Exchange]:
     """The exchanges of every rank in one process, on the CPU, poisoned with NaN: for the kernels' tests."""
     arenas = [torch.full((layout.num_bytes,), 255, dtype=torch.uint8) for _ in range(layout.num_ranks)]
@@ -345,6 +357,7 @@ def simulated_exchanges(
                 errors=torch.zeros(8, dtype=torch.int64),
                 overflow=torch.zeros(6, dtype=torch.int32),
                 limit=limit,
+                piece_bytes=piece_bytes,
                 describe_tag=describe_tag,
                 handle=arenas,
             )

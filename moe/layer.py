@@ -142,10 +142,8 @@ class MoE(nn.Module):
 
         num_ranks = 1 if self.ep_group is None else self.ep_group.size()
         experts_per_rank = self.config.num_experts // num_ranks
-        owner_TK = torch.where(ids_TK >= 0, ids_TK // experts_per_rank, -1)
-        items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(num_ranks)], dim=1)
         every_id_used = self.config.capacity_factor is None and mask_T is None
-        plan = self.plan(items_TN, ids_TK.numel() if every_id_used else None)
+        plan = self.plan(ids_TK, num_ranks, ids_TK.numel() if every_id_used else None)
 
         rows_RD, weights_RK, ids_RK = dispatch(plan, x_TD, weights_TK, ids_TK, self.dispatch_payload)
         first = 0 if self.ep_group is None else self.ep_group.rank() * experts_per_rank
@@ -155,11 +153,14 @@ class MoE(nn.Module):
         y_TD = combine(plan, out_RD, self.combine_payload)
         return y_TD if self.etp_group is None else reduce_scatter(y_TD, 0, self.etp_group.group_name)
 
-    def plan(self, items_TN: Tensor, num_items: int | None) -> Plan:
-        """Who sends which rows to whom. `num_items` is their number in all, if known."""
+    def plan(self, ids_TK: Tensor, num_ranks: int, num_items: int | None) -> Plan:
+        """Who sends which rows to whom. `num_items` is the number of ids in all, if known."""
+        experts_per_rank = self.config.num_experts // num_ranks
         if self.exchange is None:
+            owner_TK = torch.where(ids_TK >= 0, ids_TK // experts_per_rank, -1)
+            items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(num_ranks)], dim=1)
             return plan_dispatch(items_TN, self.ep_group, num_items)
-        return plan_exchange(items_TN, self.exchange, self.number, self.pair_room(self.exchange))
+        return plan_exchange(ids_TK, experts_per_rank, self.exchange, self.number, self.pair_room(self.exchange))
 
     def pair_room(self, exchange: Exchange) -> int:
         """How many (row, expert) pairs this rank can work on: what pair_capacity allows of the most that can come."""

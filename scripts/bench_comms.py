@@ -3,12 +3,15 @@
     python scripts/bench_comms.py                                 two GPUs; about a minute and a half
     torchrun --nproc-per-node 2 scripts/bench_comms.py            the same; the processes are there already
     python scripts/bench_comms.py --sizes 64 --num-ctas 16,24,32  some sizes, other numbers of thread blocks
+    python scripts/bench_comms.py --sizes 64 --piece-mb 0.03,0.06 other sizes of pieces, which are signalled at once
+    python scripts/bench_comms.py --payload mxfp8                 rows coded before they travel, beside bf16
     python scripts/bench_comms.py --dry-run                       tiny sizes on 2 CPU processes, by collectives
 
 A case is so many MB of tokens per rank (bf16, --width numbers each), each sent to `top_k` of 128 experts. Measured are
 
     plan       counts to every rank and back into tables
-    dispatch   rows and side columns to their ranks, in their places (symm_mem: put, wait, take)
+    dispatch   rows and side columns to their ranks, in their places, coding and decoding included (symm_mem: its put
+               and its take once more, each alone, which together are longer than both at a time)
     combine    one row per (token, rank) back, and their sum
     put        the bytes that dispatch puts on the wire, by a kernel that does nothing else, with as many thread blocks
     nccl       the same bytes by all_to_all_single: no packing, no sum
@@ -17,11 +20,14 @@ Wire bytes are those that leave the rank, side columns included; `effective` cou
 another rank, which is what travels without deduplication. A time is the median over rounds of the slowest rank,
 measured on the device with the launches already queued.
 
+With a payload, `/ bf16` is the time of dispatch over that of the same rows in bf16, and combine is coded as well.
+
 The result goes into benchmarks/comms_CARD.json. Exit code: 0 done, 2 wrong usage; a failed process ends the program
-with its traceback.
+with its traceback, and so does a payload that did not travel through symmetric memory.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -40,8 +46,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from comms.all_to_all import DispatchPlan, combine, dispatch, pack, plan_dispatch
-from comms.put_and_take import put_rows, take_rows
-from comms.symmetric_exchange import DISPATCH, describe_tag, plan_exchange, tag_of
+from comms.kernels.codec import record_bytes
+from comms.payload import Payload, encode
+from comms.put_and_take import PUT, TAKE, Received, move_there
+from comms.symmetric_exchange import DISPATCH, SymmetricPlan, describe_tag, plan_exchange, tag_of
 from comms.symmetric_memory import Exchange, create_exchange, forget_exchanges, plan_layout
 from scripts.bench_ranks import measure_on_ranks, settle_gpus
 from scripts.bench_results import probe, result_file, stamp, write_result
@@ -50,11 +58,12 @@ NUM_EXPERTS = 128
 
 
 class Case(NamedTuple):
-    """MB of tokens per rank, experts per token, thread blocks that put (0: chosen by size)."""
+    """MB of tokens per rank, experts per token, thread blocks that put and MB of a piece (0: chosen by size)."""
 
     megabytes: float
     top_k: int
     num_ctas: int
+    piece_megabytes: float = 0
 
 
 class Tokens(NamedTuple):
@@ -81,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     result = {**describe(arguments, machine), "cases": cases}
     if out is not None:
-        write_result(out, f"width_{arguments.width}_{arguments.nproc}_gpus", result, "cases")
+        suffix = "" if arguments.payload == "model" else f"_{arguments.payload}"
+        write_result(out, f"width_{arguments.width}_{arguments.nproc}_gpus{suffix}", result, "cases")
     if arguments.json:
         print(json.dumps(result))
     else:
@@ -98,6 +108,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", default="1,8,64,256,512", help="MB of tokens per rank; default: %(default)s")
     parser.add_argument("--top-k", default="8", help="experts per token; default: %(default)s, and 1, 2, 4 at 64 MB")
     parser.add_argument("--num-ctas", default="0", help="thread blocks that put; 0: by size; default: %(default)s")
+    parser.add_argument("--piece-mb", default="0", help="MB that are signalled at once; 0: the default of comms")
+    parser.add_argument("--payload", choices=("model", "mxfp8"), default="model", help="what rows travel as")
     parser.add_argument("--width", type=int, default=2048, help="numbers per row, a multiple of 8")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -108,7 +120,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         arguments.cases = cases_of(arguments)
     except ValueError as error:
-        parser.error(f"--sizes, --top-k and --num-ctas are numbers divided by commas ({error})")
+        parser.error(f"--sizes, --top-k, --num-ctas and --piece-mb are numbers divided by commas ({error})")
     if arguments.width <= 0 or arguments.width % 8 or arguments.rounds <= 0:
         parser.error("--width must be a positive multiple of 8 and --rounds positive")
     return arguments
@@ -122,10 +134,11 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     sizes = [float(size) for size in arguments.sizes.split(",")]
     top_ks = [int(top_k) for top_k in arguments.top_k.split(",")]
     ctas = [int(number) for number in arguments.num_ctas.split(",")]
-    cases = [Case(size, top_k, number) for size in sizes for top_k in top_ks for number in ctas]
+    pieces = [float(piece) for piece in arguments.piece_mb.split(",")]
+    cases = [Case(*case) for case in itertools.product(sizes, top_ks, ctas, pieces)]
     if arguments.top_k == "8" and 64 in sizes:
-        cases += [Case(64, top_k, ctas[0]) for top_k in (1, 2, 4)]
-        cases += [Case(64, 8, number) for number in (16, 24, 132) if number not in ctas]
+        cases += [Case(64, top_k, ctas[0], pieces[0]) for top_k in (1, 2, 4)]
+        cases += [Case(64, 8, number, pieces[0]) for number in (16, 24, 132) if number not in ctas]
     return cases
 
 
@@ -136,7 +149,7 @@ def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str
         "nproc": arguments.nproc,
         "rounds": arguments.rounds,
         "backend": "collective" if arguments.dry_run else "symm_mem",
-        "payload": "model",
+        "payload": arguments.payload,
         **stamp(arguments, machine),
     }
 
@@ -144,7 +157,7 @@ def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str
 def table(result: dict[str, Any]) -> str:
     """The result for a person: one line per case."""
     lines = [
-        f"{result['backend']}, rows of {result['width']}, {result['nproc']} x {result['card']}, "
+        f"{result['backend']}, rows of {result['width']} as {result['payload']}, {result['nproc']} x {result['card']}, "
         f"torch {result['torch']}, {result['commit'][:12]}",
         " ".join(f"{name:>9}" for name in COLUMNS.values()),
     ]
@@ -158,10 +171,11 @@ COLUMNS = {
     "megabytes": "MB",
     "top_k": "top_k",
     "num_ctas": "CTAs",
+    "piece_megabytes": "piece MB",
     "wire_megabytes": "wire MB",
     "plan_us": "plan us",
     "dispatch_us": "disp us",
-    "dispatch_put_us": "of it put",
+    "dispatch_put_us": "put alone",
     "dispatch_take_us": "take",
     "dispatch_gb_s": "GB/s",
     "dispatch_effective_gb_s": "effective",
@@ -171,6 +185,8 @@ COLUMNS = {
     "nccl_gb_s": "nccl GB/s",
     "over_put": "/ put",
     "over_nccl": "/ nccl",
+    "combine_over_put": "comb/put",
+    "over_model": "/ bf16",
 }
 
 
@@ -202,40 +218,48 @@ def tokens_of(case: Case, width: int, device: torch.device) -> Tokens:
 
 def measure(arguments: argparse.Namespace, case: Case, device: torch.device) -> dict[str, Any]:
     """Figures of one case, alike on every rank but for its bytes."""
-    tokens = tokens_of(case, arguments.width, device)
+    tokens, payload = tokens_of(case, arguments.width, device), Payload(arguments.payload)
     exchange = None if device.type == "cpu" else exchange_of(case, tokens, device)
     counts = plan_dispatch(tokens.items_TN, dist.group.WORLD)
     me = dist.get_rank()
     wire_rows = sum(counts.send_counts) - counts.send_counts[me]
-    row_bytes, record_bytes = 2 * arguments.width, 2 * arguments.width + 8 * case.top_k
-    times = times_of(tokens, exchange, arguments.rounds)
-    times["nccl"] = library(tokens, counts, arguments.rounds)
-    times["put"] = None if exchange is None else bare_put(exchange, wire_rows * record_bytes, case, arguments.rounds)
+    row_bytes = 2 * arguments.width if payload.rows == "model" else record_bytes(arguments.width)
+    wire = wire_rows * (row_bytes + 8 * case.top_k)
+    times = times_of(tokens, exchange, payload, arguments.rounds)
+    times["nccl"] = library(tokens, counts, payload, arguments.rounds)
+    times["put"] = None if exchange is None else bare_put(exchange, wire, case, arguments.rounds)
     if exchange is not None:
         exchange.check()
     forget_exchanges()
     remote = int(tokens.items_TN.sum()) - int(tokens.items_TN[:, me].sum())
-    return figures(case, times, wire_rows * record_bytes, remote * row_bytes, wire_rows * row_bytes)
+    return figures(case, times, wire, remote * row_bytes, wire_rows * row_bytes)
 
 
-def times_of(tokens: Tokens, exchange: Exchange | None, rounds: int) -> dict[str, float | None]:
+def times_of(tokens: Tokens, exchange: Exchange | None, payload: Payload, rounds: int) -> dict[str, float | None]:
     """Seconds of plan, dispatch, its halves, and combine."""
     device, row = tokens.x_TD.device, (tokens.x_TD, tokens.weights_TK, tokens.ids_TK)
     plan = plan_of(tokens, exchange)
-    rows_RD = dispatch(plan, *row)[0]
-    put, take = halves(plan, tokens, exchange, rounds)
-    return {
+    if payload.rows != "model" and device.type == "cuda" and not isinstance(plan, SymmetricPlan):
+        raise RuntimeError(
+            f"rows would travel as {payload.rows} by {type(plan).__name__}, not through symmetric memory"
+        )
+    rows_RD = dispatch(plan, *row, payload)[0]
+    put, take = halves(plan, tokens, exchange, payload, rounds)
+    found = {
         "plan": slowest(lambda: plan_of(tokens, exchange), device, rounds),
-        "dispatch": slowest(lambda: dispatch(plan, *row), device, rounds),
-        "combine": slowest(lambda: combine(plan, rows_RD), device, rounds),
+        "dispatch": slowest(lambda: dispatch(plan, *row, payload), device, rounds),
+        "combine": slowest(lambda: combine(plan, rows_RD, payload), device, rounds),
         "dispatch_put": put,
         "dispatch_take": take,
     }
+    if payload.rows != "model":
+        found["dispatch_model"] = slowest(lambda: dispatch(plan, *row), device, rounds)
+    return found
 
 
-def library(tokens: Tokens, counts: DispatchPlan, rounds: int) -> float:
+def library(tokens: Tokens, counts: DispatchPlan, payload: Payload, rounds: int) -> float:
     """Seconds of one all_to_all_single of packed records."""
-    columns = (tokens.x_TD, tokens.weights_TK, tokens.ids_TK.to(torch.int32))
+    columns = (encode(tokens.x_TD, payload.rows), tokens.weights_TK, tokens.ids_TK.to(torch.int32))
     record = pack([column[counts.send_tokens_S] for column in columns])
     received = record.new_empty(counts.num_rows, record.shape[1])
     splits = counts.recv_counts, counts.send_counts
@@ -248,26 +272,27 @@ def exchange_of(case: Case, tokens: Tokens, device: torch.device) -> Exchange:
     num_tokens, width = tokens.x_TD.shape
     # Every rank has as many tokens as this one.
     layout = plan_layout(dist.get_world_size(), num_tokens, case.top_k, 2 * width, 8 * case.top_k)
-    return create_exchange(
-        dist.group.WORLD, device, layout, num_tokens, 30, case.num_ctas or None, describe_tag=describe_tag
-    )
+    bounds = case.num_ctas or None, describe_tag, int(case.piece_megabytes * 1e6) or None
+    return create_exchange(dist.group.WORLD, device, layout, num_tokens, 30, *bounds)
 
 
 def plan_of(tokens: Tokens, exchange: Exchange | None) -> Any:
     """By symmetric memory where there is any."""
     if exchange is None:
         return plan_dispatch(tokens.items_TN, dist.group.WORLD)
-    return plan_exchange(tokens.items_TN, exchange, 0, 2**30)
+    return plan_exchange(tokens.ids_TK, NUM_EXPERTS // exchange.num_ranks, exchange, 0, 2**30)
 
 
-def halves(plan: Any, tokens: Tokens, exchange: Exchange | None, rounds: int) -> tuple[float | None, float | None]:
-    """Seconds of dispatch's put, and of its wait and take."""
+def halves(
+    plan: Any, tokens: Tokens, exchange: Exchange | None, payload: Payload, rounds: int
+) -> tuple[float | None, float | None]:
+    """Seconds of dispatch's put, and of its take after that."""
     if exchange is None:
         return None, None
-    side = torch.cat([tokens.weights_TK.view(torch.int32), tokens.ids_TK.int()], 1)
-    rows = tokens.x_TD.new_empty(plan.num_rows, tokens.x_TD.shape[1])
-    row_side = side.new_empty(plan.num_rows, side.shape[1])
-    tables, tag = (plan.index_NT, plan.routes), tag_of(0, DISPATCH)
+    row = tokens.x_TD, tokens.weights_TK, tokens.ids_TK
+    out = Received(*(column.new_empty(plan.num_rows, column.shape[1]) for column in row))
+    tables = plan.tokens_NT, plan.routes, plan.totals
+    there = *row, *tables, out, tag_of(0, DISPATCH), payload.rows
     found = []
     for _ in range(rounds + 1):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -275,9 +300,9 @@ def halves(plan: Any, tokens: Tokens, exchange: Exchange | None, rounds: int) ->
         dist.barrier()
         torch.cuda._sleep(500_000)
         marks[0].record()
-        put_rows(exchange, tokens.x_TD, side, *tables, rows, row_side, tag)
+        move_there(exchange, *there, PUT)
         marks[1].record()
-        take_rows(exchange, plan.routes, plan.totals, rows, row_side, tag, tokens.weights_TK.shape[1])
+        move_there(exchange, *there, TAKE)
         marks[2].record()
         torch.cuda.synchronize()
         found.append([marks[0].elapsed_time(marks[1]) / 1e3, marks[1].elapsed_time(marks[2]) / 1e3])
@@ -324,9 +349,12 @@ def figures(
     found["dispatch_gb_s"], found["dispatch_effective_gb_s"] = speed("dispatch", wire), speed("dispatch", effective)
     found["combine_gb_s"] = speed("combine", combined)
     found["put_gb_s"], found["nccl_gb_s"] = speed("put", wire), speed("nccl", wire)
+    ours, back, model = times["dispatch"], found["combine_gb_s"], times.get("dispatch_model")
     for other in ("put", "nccl"):
-        ours, theirs = times["dispatch"], times[other]
+        theirs = times[other]
         found[f"over_{other}"] = None if theirs is None or ours is None else theirs / ours
+    found["combine_over_put"] = None if found["put_gb_s"] is None or back is None else back / found["put_gb_s"]
+    found["over_model"] = None if model is None or ours is None else ours / model
     return found
 
 

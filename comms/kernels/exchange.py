@@ -1,32 +1,17 @@
-"""Kernels that move rows straight into the memory of other ranks: put, signal, wait, take.
+"""Kernels that move rows straight into the memory of other ranks, and take in what came, in one launch each.
 
-Every rank has one *arena*, mapped by all others (comms/symmetric_memory.py lays it out). An exchange over a *channel*
-(counts, rows there, rows back) has two halves. Puts wait for credit, write into the arenas of others and signal; takes
-wait for the signals, read the own arena and return the credit:
+    dispatch    put: tokens' rows, gathered by index, to the ranks that they go to
+                take: own rows to their places at once, the others' pieces from the arena as they come
+    combine     put: received rows back to where they were sent from
+                take: sum per token what came back, as soon as the pieces with its rows are there
 
-    put     credit[n] >= e-1 for every n  ->  store rows at n  ->  barrier  ->  ready[me] at n := e   (release)
-    take    ready[m] >= e for every m     ->  load rows        ->  barrier  ->  credit[me] at m := e  (release)
+The first `num_put` programs of a launch put and the others take, so that a take runs beside the put and ends shortly
+after the last piece has come. Programs start in order: those that put never find the multiprocessors full of those that
+wait, and they wait for nothing but the credit of takes of an *earlier* exchange. A launch of one side alone is right
+too: tests play several ranks one after another that way, all puts, then all takes. What pieces are says pieces.py, how
+they are signalled flags.py, what routes are routes.py.
 
-e is the channel's epoch. It lives in the arena, only grows, and is advanced by the take's last program: nothing about
-it is known to the host, so a captured graph replays correctly. Flags hold epoch * 2^16 + tag; the tag names the layer
-and the direction, so ranks that disagree about what they exchange find out instead of mixing their rows.
-Flags are read with acquire semantics, all at system scope.
-
-Waits end by themselves: after `limit` nanoseconds of the device's clock, or that many polls where there is none (the
-interpreter, which runs programs one after another: all puts of all simulated ranks first, then the takes). What went
-wrong is written to `errors`, in the host's memory, and later waits do not wait again.
-
-`routes` (3, N, N) says where rows go, for sender m and receiver n: how many rows, the first one's place among the rows
-that n receives, and its place among the rows that m sends (which is where the result comes back).
-
-Worked example, 2 ranks, rank 0 sends 2 rows to rank 0 and 1 to rank 1, rank 1 sends 3 to rank 0:
-
-    routes = [[2, 1], [3, 0]]  [[0, 0], [2, 1]]  [[0, 2], [0, 3]]
-
-so rank 0 receives its own rows in places 0 and 1, rank 1's in places 2 to 4. If 4 rows are all it has room for, the 3
-becomes a 2, on every rank alike, and rank 0 notes an overflow.
-
-A rank's own rows never enter its arena: they go from the source to the result directly.
+A rank's own rows never enter its arena.
 
 Shape suffixes: T tokens, N ranks, R rows received.
 """
@@ -37,370 +22,344 @@ Shape suffixes: T tokens, N ranks, R rows received.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
 
 from comms.kernels.e4m3 import decode
+from comms.kernels.flags import epoch_of, finish, ready_at, signal, wait, wait_for_room
+from comms.kernels.pieces import (
+    linger,
+    load_side,
+    move,
+    move_coded,
+    num_turns,
+    records_at,
+    route_of,
+    rows_per_piece,
+    store_side,
+    words_at,
+)
 
-# What `errors` says first: nothing happened, a peer did not come; else a peer is at another exchange.
-NO_ERROR, EXPIRED = 0, 1
-
-# Flags of one channel: ready[N], credit[N], then this rank's own epoch and number of programs that are done.
-COUNTS, ROWS, RETURNS, NUM_CHANNELS = 0, 1, 2, 3
-
-
-def channel_words(num_ranks: int) -> int:
-    """int64 words of a channel's flags."""
-    return 2 * num_ranks + 2
-
-
-@triton.jit
-def _word(pointers, rank, word):
-    """Pointer to an int64 word of a rank's arena; ranks may be a block of them."""
-    return tl.load(pointers + rank).to(tl.pointer_type(tl.int64)) + word
+# ---- dispatch
 
 
-@triton.jit
-def _report(pointers, errors, me, failed_at, code, tag, epoch, peer, seen):
-    """Note the first error: in the arena for the waits to come, in the host's memory for the host; the code last."""
-    failed = _word(pointers, me, failed_at)
-    if tl.load(failed) == 0:
-        tl.store(failed, 1)
-        tl.store(errors + 1, tag)
-        tl.store(errors + 2, epoch)
-        tl.store(errors + 3, peer)
-        tl.store(errors + 4, seen)
-        tl.store(errors, code)
-
-
-@triton.jit
-def _wait(pointers, errors, me, peer, word, failed_at, tag, epoch, limit, CHECK_TAG: tl.constexpr, CLOCK: tl.constexpr):
-    """Until the own flag that `peer` writes has reached the epoch. One thread polls, the program sees the result."""
-    flag = _word(pointers, me, word)
-    limit = tl.where(tl.load(_word(pointers, me, failed_at)) == 0, limit, 0).to(tl.int64)
-    # Adding nothing, because a load cannot acquire.
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    waited = limit * 0
-    if CLOCK:
-        start = globaltimer()
-    while ((seen >> 16) < epoch) & (waited < limit):
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        if CLOCK:
-            waited = globaltimer() - start
-        else:
-            waited += 1
-    if (seen >> 16) < epoch:
-        _report(pointers, errors, me, failed_at, 1, tag, epoch, peer, seen)
-    elif CHECK_TAG:
-        if seen != epoch * 65536 + tag:
-            _report(pointers, errors, me, failed_at, 2, tag, epoch, peer, seen)
-
-
-@triton.jit
-def _signal(pointers, word, value, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr):
-    """Write `value` into that word of every rank's arena. Whatever this program did before is seen by who sees it."""
-    tl.debug_barrier()
-    rank = tl.arange(0, RANKS)
-    inside = rank < NUM_RANKS
-    flags = tl.load(pointers + rank, mask=inside, other=0).to(tl.pointer_type(tl.int64)) + word
-    values = tl.zeros([RANKS], dtype=tl.int64) + value
-    tl.atomic_xchg(flags, values, mask=inside, sem="release", scope="sys")
-
-
-@triton.jit
-def _is_last(counter, programs):
-    """Whether every program of this launch is done but this one; the counter then starts anew for the next launch."""
-    tl.debug_barrier()
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == programs - 1
-    if is_last:
-        tl.store(counter, 0)
-    return is_last
-
-
-@triton.jit
-def _words_at(address):
-    """int32 pointer from an address of rows, which are aligned to 16 bytes: so they can be moved 16 bytes at a time."""
-    return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
-
-
-@triton.jit(do_not_specialize=["me", "tag", "limit", "table_at"])
-def put_counts_kernel(
-    pointers, errors, state, sent, me, tag, limit, table_at,
-    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
-    RANKS: tl.constexpr, CLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["me", "tag", "limit", "num_put", "num_tokens", "row_bound", "rows_at", "side_at"])
+def dispatch_kernel(
+    pointers, errors, state, rows, weights, ids, tokens, routes, totals, out_rows, out_weights, out_ids,
+    me, tag, limit, num_put, num_tokens, row_bound, rows_at, side_at,
+    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr,
+    WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, NUM_IDS: tl.constexpr,
+    WIDTH: tl.constexpr, CODE_BLOCK: tl.constexpr, NUMBERS: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
+    BLOCK: tl.constexpr, SIDE_BLOCK: tl.constexpr, CLOCK: tl.constexpr, JITTER: tl.constexpr,
 ):  # fmt: skip
-    """One program: this rank's row of the table (rows to each rank, then items) into every rank's table."""
-    epoch = tl.load(_word(pointers, me, FLAGS_AT + 2 * NUM_RANKS)) + 1
-    column = tl.arange(0, 2 * RANKS)
-    inside = column < 2 * NUM_RANKS
-    row = tl.load(sent + column, mask=inside, other=0)
-    for step in range(NUM_RANKS):
-        rank = (me + 1 + step) % NUM_RANKS
-        _wait(
-            pointers, errors, me, rank, FLAGS_AT + NUM_RANKS + rank, FAILED_AT, tag, epoch - 1, limit, False, CLOCK
-        )  # fmt: skip
-        table = (tl.load(pointers + rank) + table_at).to(tl.pointer_type(tl.int32))
-        tl.store(table + me * 2 * NUM_RANKS + column, row, mask=inside)
-    _signal(pointers, FLAGS_AT + me, epoch * 65536 + tag, NUM_RANKS, RANKS)
-    tl.store(state, epoch)
+    """Every token's row and side words into its place at every rank that it goes to.
 
-
-@triton.jit(do_not_specialize=["me", "tag", "limit", "row_bound", "item_bound", "table_at"])
-def take_counts_kernel(
-    pointers, errors, state, overflow, routes, totals, me, tag, limit, row_bound, item_bound, table_at,
-    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
-    RANKS: tl.constexpr, CLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: wait for every rank's row of the table, and work out the routes."""
-    epoch = tl.load(_word(pointers, me, FLAGS_AT + 2 * NUM_RANKS)) + 1
-    for rank in range(NUM_RANKS):
-        _wait(pointers, errors, me, rank, FLAGS_AT + rank, FAILED_AT, tag, epoch, limit, True, CLOCK)
-    sender = tl.arange(0, RANKS)[:, None]
-    receiver = tl.arange(0, RANKS)[None, :]
-    inside = (sender < NUM_RANKS) & (receiver < NUM_RANKS)
-    table = (tl.load(pointers + me) + table_at).to(tl.pointer_type(tl.int32))
-    asked = tl.load(table + sender * 2 * NUM_RANKS + receiver, mask=inside, other=0)
-    items = tl.load(table + sender * 2 * NUM_RANKS + NUM_RANKS + receiver, mask=inside, other=0)
-    first = tl.minimum(tl.cumsum(asked, axis=0) - asked, row_bound)
-    count = tl.minimum(asked, row_bound - first)
-    back = tl.cumsum(count, axis=1) - count
-    place = routes + sender * NUM_RANKS + receiver
-    tl.store(place, count, mask=inside)
-    tl.store(place + NUM_RANKS * NUM_RANKS, first, mask=inside)
-    tl.store(place + 2 * NUM_RANKS * NUM_RANKS, back, mask=inside)
-    ours = inside & (receiver == me)
-    rows_asked = tl.sum(tl.sum(tl.where(ours, asked, 0), axis=1), axis=0)
-    items_asked = tl.sum(tl.sum(tl.where(ours, items, 0), axis=1), axis=0)
-    tl.store(totals, tl.minimum(rows_asked, row_bound))
-    tl.store(totals + 1, items_asked)
-    _note_overflow(overflow, rows_asked, row_bound, tag)
-    _note_overflow(overflow + 3, items_asked, item_bound, tag)
-    _signal(pointers, FLAGS_AT + NUM_RANKS + me, epoch * 65536 + tag, NUM_RANKS, RANKS)
-    tl.store(_word(pointers, me, FLAGS_AT + 2 * NUM_RANKS), epoch)
-    tl.store(state, epoch)
-
-
-@triton.jit
-def _note_overflow(overflow, asked, bound, tag):
-    """Keep the greatest need beyond the bound: need, bound, tag."""
-    if asked > bound:
-        if asked > tl.load(overflow):
-            tl.store(overflow, asked)
-            tl.store(overflow + 1, bound)
-            tl.store(overflow + 2, tag)
-
-
-@triton.jit
-def _wait_for_room(
-    pointers, errors, me, tag, limit,
-    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr, CLOCK: tl.constexpr,
-):  # fmt: skip
-    """Until every rank has taken what was put last. Returns the epoch of what comes now."""
-    epoch = tl.load(_word(pointers, me, FLAGS_AT + 2 * NUM_RANKS)) + 1
-    for rank in range(NUM_RANKS):
-        _wait(
-            pointers, errors, me, rank, FLAGS_AT + NUM_RANKS + rank, FAILED_AT, tag, epoch - 1, limit, False, CLOCK
-        )  # fmt: skip
-    return epoch
-
-
-@triton.jit
-def _copy_words(source, target, source_row, target_row, mask_row, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of WORDS int32 words from one place to another; COLUMNS is a power of two."""
-    for start in tl.static_range(0, WORDS, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        mask = mask_row[:, None] & (column < WORDS)[None, :]
-        words = tl.load(source + source_row[:, None] * WORDS + column[None, :], mask=mask)
-        tl.store(target + target_row[:, None] * WORDS + column[None, :], words, mask=mask)
-
-
-@triton.jit(do_not_specialize=["me", "tag", "limit", "num_tokens", "rows_at", "side_at"])
-def put_rows_kernel(
-    pointers, errors, state, rows, side, index, routes, out_rows, out_side, me, tag, limit, num_tokens,
-    rows_at, side_at,
-    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr,
-    NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
-    WORDS: tl.constexpr, COLUMNS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_COLUMNS: tl.constexpr,
-    TILE: tl.constexpr, CLOCK: tl.constexpr,
-):  # fmt: skip
-    """Each token's row, and its side words, into its place at every rank that it goes to; read once, written often."""
-    epoch = _wait_for_room(pointers, errors, me, tag, limit, FLAGS_AT, FAILED_AT, NUM_RANKS, CLOCK)
-    for tile in range(tl.program_id(0), tl.cdiv(num_tokens, TILE), tl.num_programs(0)):
-        token = tile * TILE + tl.arange(0, TILE)
-        inside = token < num_tokens
-        token = token.to(tl.int64)
-        for start in tl.static_range(0, WORDS, COLUMNS):
-            column = (start + tl.arange(0, COLUMNS))[None, :]
-            words = tl.load(rows + token[:, None] * WORDS + column, mask=inside[:, None] & (column < WORDS))
-            for step in range(NUM_RANKS):
-                # Every rank begins with another neighbour.
-                rank = (me + 1 + step) % NUM_RANKS
-                place, goes = _place(index, routes, me, rank, token, inside, num_tokens, NUM_RANKS)
-                address = tl.load(pointers + rank) + rows_at
-                target = _words_at(tl.where(rank == me, out_rows.to(tl.int64), address))
-                tl.store(target + place[:, None] * WORDS + column, words, mask=goes[:, None] & (column < WORDS))
-        if SIDE_WORDS > 0:
-            column = tl.arange(0, SIDE_COLUMNS)[None, :]
-            words = tl.load(side + token[:, None] * SIDE_WORDS + column, mask=inside[:, None] & (column < SIDE_WORDS))
-            for rank in range(NUM_RANKS):
-                place, goes = _place(index, routes, me, rank, token, inside, num_tokens, NUM_RANKS)
-                address = tl.load(pointers + rank) + side_at
-                target = tl.where(rank == me, out_side.to(tl.int64), address).to(tl.pointer_type(tl.int32))
-                mask = goes[:, None] & (column < SIDE_WORDS)
-                tl.store(target + place[:, None] * SIDE_WORDS + column, words, mask=mask)
-    if _is_last(_word(pointers, me, FLAGS_AT + 2 * NUM_RANKS + 1), tl.num_programs(0)):
-        _signal(pointers, FLAGS_AT + me, epoch * 65536 + tag, NUM_RANKS, RANKS)
-        tl.store(state, epoch)
-
-
-@triton.jit
-def _place(index, routes, me, rank, token, inside, num_tokens, NUM_RANKS: tl.constexpr):
-    """Where tokens of this rank stand among the rows that `rank` receives, and whether they go there."""
-    nth = tl.load(index + rank * num_tokens + token, mask=inside, other=-1)
-    count = tl.load(routes + me * NUM_RANKS + rank)
-    first = tl.load(routes + NUM_RANKS * NUM_RANKS + me * NUM_RANKS + rank)
-    return (first + nth).to(tl.int64), (nth >= 0) & (nth < count)
-
-
-@triton.jit(do_not_specialize=["me", "tag", "limit"])
-def wait_kernel(
-    pointers, errors, me, tag, limit,
-    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr, CLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program per rank: until it has signalled."""
-    epoch = tl.load(_word(pointers, me, FLAGS_AT + 2 * NUM_RANKS)) + 1
-    rank = tl.program_id(0)
-    _wait(pointers, errors, me, rank, FLAGS_AT + rank, FAILED_AT, tag, epoch, limit, True, CLOCK)
-
-
-@triton.jit
-def _finish_take(pointers, state, me, tag, FLAGS_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr):
-    """The last program returns the credit and ends the epoch."""
-    own = _word(pointers, me, FLAGS_AT + 2 * NUM_RANKS)
-    if _is_last(own + 1, tl.num_programs(0)):
-        epoch = tl.load(own) + 1
-        _signal(pointers, FLAGS_AT + NUM_RANKS + me, epoch * 65536 + tag, NUM_RANKS, RANKS)
-        tl.store(own, epoch)
-        tl.store(state, epoch)
-
-
-@triton.jit(do_not_specialize=["me", "tag", "row_bound", "rows_at", "side_at"])
-def take_rows_kernel(
-    pointers, state, routes, totals, out_rows, out_side, me, tag, row_bound, rows_at, side_at,
-    FLAGS_AT: tl.constexpr,
-    NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
-    WORDS: tl.constexpr, COLUMNS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_COLUMNS: tl.constexpr,
-    FILL_FROM: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Received rows from the arena to the result. Side words of places without a row: 0, from FILL_FROM on -1."""
-    own = me * NUM_RANKS + me
-    own_first = tl.load(routes + NUM_RANKS * NUM_RANKS + own)
-    own_end = own_first + tl.load(routes + own)
-    num_rows = tl.load(totals)
-    base = tl.load(pointers + me)
-    arena = _words_at(base + rows_at)
-    for tile in range(tl.program_id(0), tl.cdiv(num_rows, TILE), tl.num_programs(0)):
-        row = tile * TILE + tl.arange(0, TILE)
-        came = (row < num_rows) & ((row < own_first) | (row >= own_end))
-        row = row.to(tl.int64)
-        _copy_words(arena, out_rows, row, row, came, WORDS, COLUMNS)
-    if SIDE_WORDS > 0:
-        side = (base + side_at).to(tl.pointer_type(tl.int32))
-        column = tl.arange(0, SIDE_COLUMNS)[None, :]
-        for tile in range(tl.program_id(0), tl.cdiv(row_bound, TILE), tl.num_programs(0)):
-            row = tile * TILE + tl.arange(0, TILE)
-            is_own = (row >= own_first) & (row < own_end)
-            mask = ((row < row_bound) & (is_own == 0))[:, None] & (column < SIDE_WORDS)
-            filler = tl.where(column >= FILL_FROM, -1, 0)
-            came = mask & (row < num_rows)[:, None]
-            place = row.to(tl.int64)[:, None] * SIDE_WORDS + column
-            words = tl.where(came, tl.load(side + place, mask=came, other=0), filler)
-            tl.store(out_side + place, words, mask=mask)
-    _finish_take(pointers, state, me, tag, FLAGS_AT, NUM_RANKS, RANKS)
-
-
-@triton.jit(do_not_specialize=["me", "tag", "limit", "rows_at", "side_at"])
-def put_back_kernel(
-    pointers, errors, state, rows, side, routes, totals, me, tag, limit, rows_at, side_at,
-    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr,
-    NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
-    WORDS: tl.constexpr, COLUMNS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_COLUMNS: tl.constexpr,
-    TILE: tl.constexpr, CLOCK: tl.constexpr,
-):  # fmt: skip
-    """Each received row (or what became of it) back to its sender, to its place among the rows that that one sent."""
-    epoch = _wait_for_room(pointers, errors, me, tag, limit, FLAGS_AT, FAILED_AT, NUM_RANKS, CLOCK)
-    num_rows = tl.load(totals)
-    own = me * NUM_RANKS + me
-    num_own = tl.load(routes + own)
-    # Every rank begins with another neighbour: with the rows behind its own.
-    begin = tl.load(routes + NUM_RANKS * NUM_RANKS + own) + num_own
-    for tile in range(tl.program_id(0), tl.cdiv(num_rows - num_own, TILE), tl.num_programs(0)):
-        nth = tile * TILE + tl.arange(0, TILE)
-        inside = nth < num_rows - num_own
-        row = begin + nth
-        row = tl.where(row >= num_rows, row - num_rows, row)
-        for rank in range(NUM_RANKS):
-            count = tl.load(routes + rank * NUM_RANKS + me)
-            first = tl.load(routes + NUM_RANKS * NUM_RANKS + rank * NUM_RANKS + me)
-            goes = inside & (row >= first) & (row < first + count)
-            if (rank != me) & (tl.sum(goes.to(tl.int32), axis=0) > 0):
-                back = tl.load(routes + 2 * NUM_RANKS * NUM_RANKS + rank * NUM_RANKS + me)
-                place = (back + row - first).to(tl.int64)
-                base = tl.load(pointers + rank)
-                target = _words_at(base + rows_at)
-                _copy_words(rows, target, row.to(tl.int64), place, goes, WORDS, COLUMNS)
-                if SIDE_WORDS > 0:
-                    target = (base + side_at).to(tl.pointer_type(tl.int32))
-                    _copy_words(side, target, row.to(tl.int64), place, goes, SIDE_WORDS, SIDE_COLUMNS)
-    if _is_last(_word(pointers, me, FLAGS_AT + 2 * NUM_RANKS + 1), tl.num_programs(0)):
-        _signal(pointers, FLAGS_AT + me, epoch * 65536 + tag, NUM_RANKS, RANKS)
-        tl.store(state, epoch)
-
-
-@triton.jit
-def _load_row(
-    address, column, mask, like,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, ALIGNMENT: tl.constexpr,
-):  # fmt: skip
-    """A row's numbers from its address, 0 where the mask is not; BLOCK > 0: from a record (comms/kernels/codec.py)."""
-    if BLOCK == 0:
-        row = tl.multiple_of(address.to(like.dtype), ALIGNMENT)
-        return tl.load(row + column, mask=mask, other=0.0).to(WIDE)
+    CODE_BLOCK > 0: rows travel as records (comms/kernels/codec.py), encoded as they are put and decoded as they are
+    taken; own rows are both.
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch = epoch_of(pointers, me, FLAGS_AT)
+    if program < num_put:
+        if NUM_RANKS > 1:
+            _put_there(
+                pointers, errors, rows, weights, ids, tokens, routes, program, num_put, epoch,
+                me, tag, limit, num_tokens, rows_at, side_at,
+                FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, WORDS, WEIGHT_WORDS, NUM_IDS,
+                WIDTH, CODE_BLOCK, NUMBERS, VECTOR, CAST, BLOCK, SIDE_BLOCK, CLOCK, JITTER,
+            )  # fmt: skip
     else:
-        record = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), ALIGNMENT)
-        code = tl.load(record + column, mask=mask, other=0).to(tl.int32)
-        scale = tl.load(record + WIDTH + column // BLOCK, mask=mask, other=0).to(tl.int32)
+        taker, takers = program - num_put, num_programs - num_put
+        own_tokens = tokens + me * num_tokens
+        own_count, own_first = route_of(routes, me, me, 0, NUM_RANKS), route_of(routes, me, me, 1, NUM_RANKS)
+        for begin in range(taker * PIECE_ROWS, own_count, takers * PIECE_ROWS):
+            num_rows = tl.minimum(own_count - begin, PIECE_ROWS)
+            place = (own_first + begin).to(tl.int64)
+            if CODE_BLOCK > 0:
+                move_coded(
+                    rows, out_rows + place * WIDTH, own_tokens + begin, num_rows,
+                    WIDTH, 4 * WORDS, CODE_BLOCK, NUMBERS, True, True, VECTOR, CAST,
+                )  # fmt: skip
+            else:
+                move(rows, out_rows + place * WORDS, own_tokens + begin, num_rows, WORDS, 4, BLOCK, True)
+            if NUM_IDS > 0:
+                _own_side(
+                    weights, ids, own_tokens + begin, num_rows, out_weights, out_ids, place,
+                    WEIGHT_WORDS, NUM_IDS, SIDE_BLOCK,
+                )  # fmt: skip
+        if NUM_IDS > 0:
+            _no_side(out_weights, out_ids, taker, takers, tl.load(totals), row_bound, WEIGHT_WORDS, NUM_IDS, SIDE_BLOCK)
+        if NUM_RANKS > 1:
+            _take_there(
+                pointers, errors, routes, out_rows, out_weights, out_ids, taker, takers, epoch,
+                me, tag, limit, rows_at, side_at,
+                FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, WORDS, WEIGHT_WORDS, NUM_IDS,
+                WIDTH, CODE_BLOCK, NUMBERS, VECTOR, CAST, BLOCK, SIDE_BLOCK, CLOCK,
+            )  # fmt: skip
+    if num_put < num_programs:
+        finish(pointers, state, me, tag, epoch, FLAGS_AT, NUM_RANKS, RANKS)
+
+
+@triton.jit
+def _put_there(
+    pointers, errors, rows, weights, ids, tokens, routes, program, programs, epoch,
+    me, tag, limit, num_tokens, rows_at, side_at,
+    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr,
+    WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, NUM_IDS: tl.constexpr,
+    WIDTH: tl.constexpr, CODE_BLOCK: tl.constexpr, NUMBERS: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
+    BLOCK: tl.constexpr, SIDE_BLOCK: tl.constexpr, CLOCK: tl.constexpr, JITTER: tl.constexpr,
+):  # fmt: skip
+    """This program's turns of the put."""
+    SIDE: tl.constexpr = WEIGHT_WORDS + NUM_IDS
+    wait_for_room(pointers, errors, me, tag, epoch, limit, FLAGS_AT, FAILED_AT, NUM_RANKS, CLOCK)
+    for turn in range(program, num_turns(routes, me, True, NUM_RANKS, PIECE_ROWS, PIECES), programs):
+        piece, rank = turn // (NUM_RANKS - 1), (me + 1 + turn % (NUM_RANKS - 1)) % NUM_RANKS
+        count = route_of(routes, me, rank, 0, NUM_RANKS)
+        per_piece = rows_per_piece(count, PIECE_ROWS, PIECES)
+        begin = piece * per_piece
+        # The first piece may be empty: whoever receives nothing learns it too.
+        if (begin < count) | (piece == 0):
+            if JITTER > 0:
+                linger(program, turn, JITTER)
+            num_rows = tl.minimum(count - begin, per_piece)
+            place = (route_of(routes, me, rank, 1, NUM_RANKS) + begin).to(tl.int64)
+            base, ours = tl.load(pointers + rank), tokens + rank * num_tokens + begin
+            if CODE_BLOCK > 0:
+                move_coded(
+                    rows, records_at(base + rows_at) + place * (4 * WORDS), ours, num_rows,
+                    WIDTH, 4 * WORDS, CODE_BLOCK, NUMBERS, True, False, VECTOR, CAST,
+                )  # fmt: skip
+            else:
+                move(rows, words_at(base + rows_at) + place * WORDS, ours, num_rows, WORDS, 4, BLOCK, True)
+            if NUM_IDS > 0:
+                target = (base + side_at).to(tl.pointer_type(tl.int32)) + place * SIDE
+                for start in range(0, num_rows * SIDE, SIDE_BLOCK):
+                    at = start + tl.arange(0, SIDE_BLOCK)
+                    inside = at < num_rows * SIDE
+                    token = tl.load(ours + at // SIDE, mask=inside, other=0).to(tl.int64)
+                    words = load_side(weights, ids, token, at % SIDE, inside, WEIGHT_WORDS, NUM_IDS)
+                    tl.store(target + at, words, mask=inside)
+            signal(pointers, rank, ready_at(me, piece, FLAGS_AT, NUM_RANKS, PIECES), epoch * 65536 + tag)
+
+
+@triton.jit
+def _own_side(
+    weights, ids, tokens, num_rows, out_weights, out_ids, place,
+    WEIGHT_WORDS: tl.constexpr, NUM_IDS: tl.constexpr, SIDE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Side words of own rows that stay here."""
+    SIDE: tl.constexpr = WEIGHT_WORDS + NUM_IDS
+    for start in range(0, num_rows * SIDE, SIDE_BLOCK):
+        at = start + tl.arange(0, SIDE_BLOCK)
+        inside = at < num_rows * SIDE
+        token = tl.load(tokens + at // SIDE, mask=inside, other=0).to(tl.int64)
+        words = load_side(weights, ids, token, at % SIDE, inside, WEIGHT_WORDS, NUM_IDS)
+        store_side(out_weights, out_ids, place + at // SIDE, at % SIDE, words, inside, WEIGHT_WORDS, NUM_IDS)
+
+
+@triton.jit
+def _no_side(
+    out_weights, out_ids, taker, takers, num_rows, row_bound,
+    WEIGHT_WORDS: tl.constexpr, NUM_IDS: tl.constexpr, SIDE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Places behind the last row: weights 0, ids -1."""
+    SIDE: tl.constexpr = WEIGHT_WORDS + NUM_IDS
+    for start in range(taker * SIDE_BLOCK, (row_bound - num_rows) * SIDE, takers * SIDE_BLOCK):
+        at = start + tl.arange(0, SIDE_BLOCK)
+        words = tl.where(at % SIDE < WEIGHT_WORDS, 0, -1)
+        row = (num_rows + at // SIDE).to(tl.int64)
+        store_side(out_weights, out_ids, row, at % SIDE, words, row < row_bound, WEIGHT_WORDS, NUM_IDS)
+
+
+@triton.jit
+def _take_there(
+    pointers, errors, routes, out_rows, out_weights, out_ids, taker, takers, epoch,
+    me, tag, limit, rows_at, side_at,
+    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr,
+    WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, NUM_IDS: tl.constexpr,
+    WIDTH: tl.constexpr, CODE_BLOCK: tl.constexpr, NUMBERS: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
+    BLOCK: tl.constexpr, SIDE_BLOCK: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """This program's turns of the take: each waits for one piece and copies it out of the arena."""
+    SIDE: tl.constexpr = WEIGHT_WORDS + NUM_IDS
+    base = tl.load(pointers + me)
+    for turn in range(taker, num_turns(routes, me, False, NUM_RANKS, PIECE_ROWS, PIECES), takers):
+        # Whoever has me as the n-th neighbour comes n-th.
+        piece, rank = turn // (NUM_RANKS - 1), (me + NUM_RANKS - 1 - turn % (NUM_RANKS - 1)) % NUM_RANKS
+        count = route_of(routes, rank, me, 0, NUM_RANKS)
+        per_piece = rows_per_piece(count, PIECE_ROWS, PIECES)
+        begin = piece * per_piece
+        if (begin < count) | (piece == 0):
+            word = ready_at(rank, piece, FLAGS_AT, NUM_RANKS, PIECES)
+            wait(pointers, errors, me, rank, word, FAILED_AT, tag, epoch, limit, True, CLOCK)
+            num_rows = tl.minimum(count - begin, per_piece)
+            place = (route_of(routes, rank, me, 1, NUM_RANKS) + begin).to(tl.int64)
+            if CODE_BLOCK > 0:
+                move_coded(
+                    records_at(base + rows_at) + place * (4 * WORDS), out_rows + place * WIDTH, routes, num_rows,
+                    WIDTH, 4 * WORDS, CODE_BLOCK, NUMBERS, False, True, VECTOR, CAST,
+                )  # fmt: skip
+            else:
+                source = words_at(base + rows_at) + place * WORDS
+                move(source, out_rows + place * WORDS, routes, num_rows, WORDS, 4, BLOCK, False)
+            if NUM_IDS > 0:
+                side = (base + side_at).to(tl.pointer_type(tl.int32)) + place * SIDE
+                for start in range(0, num_rows * SIDE, SIDE_BLOCK):
+                    at = start + tl.arange(0, SIDE_BLOCK)
+                    inside = at < num_rows * SIDE
+                    words = tl.load(side + at, mask=inside)
+                    row = place + at // SIDE
+                    store_side(out_weights, out_ids, row, at % SIDE, words, inside, WEIGHT_WORDS, NUM_IDS)
+
+
+# ---- combine
+
+
+@triton.jit(do_not_specialize=["me", "tag", "limit", "num_put", "num_tokens", "rows_at", "side_at"])
+def combine_kernel(
+    pointers, errors, state, rows, side, index, routes, out, out_side,
+    me, tag, limit, num_put, num_tokens, rows_at, side_at,
+    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr,
+    WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SIDE_WIDTH: tl.constexpr, SIDE_COLUMNS: tl.constexpr,
+    CODE_BLOCK: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    CLOCK: tl.constexpr, JITTER: tl.constexpr,
+):  # fmt: skip
+    """out[t] = the sum of what comes back for token t, by ascending rank; this rank's own part is read from `rows`."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch = epoch_of(pointers, me, FLAGS_AT)
+    if program < num_put:
+        if NUM_RANKS > 1:
+            _put_back(
+                pointers, errors, rows, side, routes, program, num_put, epoch, me, tag, limit, rows_at, side_at,
+                FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, WORDS, SIDE_WORDS, SIDE_UNIT, BLOCK, CLOCK, JITTER,
+            )  # fmt: skip
+    else:
+        taker, takers = program - num_put, num_programs - num_put
+        if taker == 0:
+            # Also of those who send nothing: they are to be at the same exchange.
+            for step in range(NUM_RANKS - 1):
+                rank = (me + 1 + step) % NUM_RANKS
+                word = ready_at(rank, 0, FLAGS_AT, NUM_RANKS, PIECES)
+                wait(pointers, errors, me, rank, word, FAILED_AT, tag, epoch, limit, True, CLOCK)
+        arena = tl.load(pointers + me)
+        for first in range(taker * TOKENS, num_tokens, takers * TOKENS):
+            _wait_for_tokens(
+                pointers, errors, index, routes, first, epoch, me, tag, limit, num_tokens,
+                FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, TOKENS, CLOCK,
+            )  # fmt: skip
+            for tile in range(first, tl.minimum(first + TOKENS, num_tokens), TILE):
+                _sum(
+                    rows, arena + rows_at, index, routes, out, tile, me, num_tokens,
+                    NUM_RANKS, WIDTH, COLUMNS, 4 * WORDS, CODE_BLOCK, TILE,
+                )  # fmt: skip
+                if SIDE_WORDS > 0:
+                    _sum(
+                        side, arena + side_at, index, routes, out_side, tile, me, num_tokens,
+                        NUM_RANKS, SIDE_WIDTH, SIDE_COLUMNS, 4 * SIDE_WORDS, 0, TILE,
+                    )  # fmt: skip
+    if num_put < num_programs:
+        finish(pointers, state, me, tag, epoch, FLAGS_AT, NUM_RANKS, RANKS)
+
+
+@triton.jit
+def _put_back(
+    pointers, errors, rows, side, routes, program, programs, epoch, me, tag, limit, rows_at, side_at,
+    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr,
+    WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, CLOCK: tl.constexpr, JITTER: tl.constexpr,
+):  # fmt: skip
+    """This program's turns: each received row (or what became of it) to its place among those that its sender sent."""
+    wait_for_room(pointers, errors, me, tag, epoch, limit, FLAGS_AT, FAILED_AT, NUM_RANKS, CLOCK)
+    for turn in range(program, num_turns(routes, me, False, NUM_RANKS, PIECE_ROWS, PIECES), programs):
+        piece, rank = turn // (NUM_RANKS - 1), (me + 1 + turn % (NUM_RANKS - 1)) % NUM_RANKS
+        count = route_of(routes, rank, me, 0, NUM_RANKS)
+        per_piece = rows_per_piece(count, PIECE_ROWS, PIECES)
+        begin = piece * per_piece
+        if (begin < count) | (piece == 0):
+            if JITTER > 0:
+                linger(program, turn, JITTER)
+            num_rows = tl.minimum(count - begin, per_piece)
+            row = (route_of(routes, rank, me, 1, NUM_RANKS) + begin).to(tl.int64)
+            place = (route_of(routes, rank, me, 2, NUM_RANKS) + begin).to(tl.int64)
+            base = tl.load(pointers + rank)
+            target = words_at(base + rows_at) + place * WORDS
+            move(rows + row * WORDS, target, routes, num_rows, WORDS, 4, BLOCK, False)
+            if SIDE_WORDS > 0:
+                target = (base + side_at).to(tl.pointer_type(tl.int32)) + place * SIDE_WORDS
+                move(side + row * SIDE_WORDS, target, routes, num_rows, SIDE_WORDS, SIDE_UNIT, BLOCK, False)
+            signal(pointers, rank, ready_at(me, piece, FLAGS_AT, NUM_RANKS, PIECES), epoch * 65536 + tag)
+
+
+@triton.jit
+def _nth_row(index, routes, me, rank, token, num_tokens, NUM_RANKS: tl.constexpr):
+    """Numbers of tokens' rows among those that went to `rank`; -1 for none, or if there was no room for it."""
+    nth = tl.load(index + rank * num_tokens + token, mask=token < num_tokens, other=-1)
+    return tl.where(nth < route_of(routes, me, rank, 0, NUM_RANKS), nth, -1)
+
+
+@triton.jit
+def _wait_for_tokens(
+    pointers, errors, index, routes, first, epoch, me, tag, limit, num_tokens,
+    FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, TOKENS: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """Until every piece with a row of these tokens has come back. Rows come back in the order of tokens."""
+    token = first + tl.arange(0, TOKENS)
+    for step in range(NUM_RANKS - 1):
+        rank = (me + 1 + step) % NUM_RANKS
+        nth = _nth_row(index, routes, me, rank, token, num_tokens, NUM_RANKS)
+        last = tl.max(nth, axis=0)
+        if last >= 0:
+            earliest = tl.min(tl.where(nth >= 0, nth, last), axis=0)
+            per_piece = rows_per_piece(route_of(routes, me, rank, 0, NUM_RANKS), PIECE_ROWS, PIECES)
+            for piece in range(earliest // per_piece, last // per_piece + 1):
+                word = ready_at(rank, piece, FLAGS_AT, NUM_RANKS, PIECES)
+                wait(pointers, errors, me, rank, word, FAILED_AT, tag, epoch, limit, True, CLOCK)
+
+
+@triton.jit
+def _sum(
+    rows, arena, index, routes, out, first, me, num_tokens,
+    NUM_RANKS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROW_BYTES: tl.constexpr,
+    CODE_BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sums of TILE tokens. Own rows stand where they were received, the others where they were sent from."""
+    WIDE: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32  # pyright: ignore
+    token = first + tl.arange(0, TILE)
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        column = (start + tl.arange(0, COLUMNS))[None, :]
+        total = tl.zeros([TILE, COLUMNS], dtype=WIDE)
+        for rank in tl.static_range(NUM_RANKS):
+            nth = _nth_row(index, routes, me, rank, token, num_tokens, NUM_RANKS)
+            begin = tl.load(routes + tl.where(rank == me, 1, 2) * NUM_RANKS * NUM_RANKS + me * NUM_RANKS + rank)
+            base = tl.where(rank == me, rows.to(tl.int64), arena)
+            mask = (nth >= 0)[:, None] & (column < WIDTH)
+            total += _load_rows(base, (begin + nth)[:, None], column, mask, out, WIDTH, ROW_BYTES, CODE_BLOCK, WIDE)
+        place = token.to(tl.int64)[:, None] * WIDTH + column
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < num_tokens)[:, None] & (column < WIDTH))
+
+
+@triton.jit
+def _load_rows(
+    base, row, column, mask, like,
+    WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr, CODE_BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows' numbers, 0 where the mask is not; CODE_BLOCK > 0: from records (comms/kernels/codec.py)."""
+    row = row.to(tl.int64)
+    if CODE_BLOCK == 0:
+        numbers = tl.multiple_of(base.to(like.dtype), 16)
+        # Rows stand one behind the other.
+        return tl.load(numbers + (row * WIDTH + column), mask=mask, other=0.0).to(WIDE)
+    else:
+        records = records_at(base)
+        code = tl.load(records + (row * ROW_BYTES + column), mask=mask, other=0).to(tl.int32)
+        scale = tl.load(records + (row * ROW_BYTES + WIDTH + column // CODE_BLOCK), mask=mask, other=0).to(tl.int32)
         # By integers, which every card and the interpreter have.
         bits = decode(code, scale, tl.int32, CAST=False)
         if like.dtype.element_ty == tl.bfloat16:
             # What unpacking into bf16 gives, and the sum starts from that.
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit(do_not_specialize=["me", "tag", "num_tokens", "rows_at"])
-def sum_back_kernel(
-    pointers, state, rows, index, routes, out, me, tag, num_tokens, rows_at,
-    FLAGS_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr,
-    ALIGNMENT: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, FINISH: tl.constexpr,
-):  # fmt: skip
-    """out[t] = the sum of what came back for token t, by ascending rank; this rank's own part is read from `rows`."""
-    parts: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    arena = tl.load(pointers + me) + rows_at
-    for piece in range(tl.program_id(0), num_tokens * parts, tl.num_programs(0)):
-        token = tl.cast(piece // parts, tl.int64)
-        column = piece % parts * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < WIDTH
-        total = tl.zeros([COLUMNS], dtype=WIDE)
-        for rank in range(NUM_RANKS):
-            nth = tl.load(index + rank * num_tokens + token)
-            count = tl.load(routes + me * NUM_RANKS + rank)
-            goes = (nth >= 0) & (nth < count)
-            # Own rows stand where they were received, the others where they were sent from.
-            part = tl.where(rank == me, 1, 2)
-            first = tl.load(routes + part * NUM_RANKS * NUM_RANKS + me * NUM_RANKS + rank)
-            base = tl.where(rank == me, rows.to(tl.int64), arena)
-            address = base + (first + nth).to(tl.int64) * ROW_BYTES
-            total += _load_row(address, column, inside & goes, out, WIDTH, BLOCK, WIDE, ALIGNMENT)
-        tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
-    if FINISH:
-        _finish_take(pointers, state, me, tag, FLAGS_AT, NUM_RANKS, RANKS)

@@ -5,6 +5,7 @@ check runs on both ranks with an arena of its own; what it raised is the test's 
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from comms.all_to_all import combine, dispatch, plan_dispatch
 from comms.payload import Payload
-from comms.put_and_take import put_back, put_counts, put_rows, sum_back, take_counts, take_rows
-from comms.symmetric_exchange import COMBINE, DISPATCH, PLAN, SymmetricPlan, _order, plan_exchange, tag_of
-from comms.symmetric_memory import Exchange
+from comms.put_and_take import BOTH, PUT, TAKE, Received, exchange_counts, move_back, move_there, order_rows
+from comms.symmetric_exchange import COMBINE, DISPATCH, PLAN, SymmetricPlan, plan_exchange, tag_of
+from comms.symmetric_memory import Exchange, register
 from moe.config import MoEConfig
 from moe.layer import MoE
 from tests.gpu.two_backends import (
@@ -72,7 +73,7 @@ def no_collective_is_called(device: torch.device) -> None:
     exchange = make_exchange(device)
     assert exchange.arena.is_cuda and exchange.handle is not None
     given = inputs(device, 200, 0)
-    plan = plan_exchange(given.items_TN, exchange, 0, 10**6)
+    plan = plan_exchange(given.ids_TK, EXPERTS_PER_RANK, exchange, 0, 10**6)
     assert isinstance(plan, SymmetricPlan) and plan.routes.is_cuda
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -88,34 +89,65 @@ def delay(chooser: random.Random) -> None:
         torch.cuda._sleep(chooser.randrange(500_000))
 
 
+def in_turn(chooser: random.Random) -> list[tuple[bool, bool]]:
+    """One launch for both sides, or one after the other."""
+    return [BOTH] if chooser.random() < 0.5 else [PUT, TAKE]
+
+
 def a_thousand_rounds_with_delays(device: torch.device) -> None:
-    """Random sizes; the ranks' delays differ, before puts and between puts and waits."""
-    exchange, rank = make_exchange(device, timeout=60), dist.get_rank()
+    """Random sizes and patterns, rows poisoned; the ranks' delays differ: before launches, between a put and its take,
+    and within puts, before every piece.
+    """
+    exchange, rank = make_exchange(device, timeout=60, piece_bytes=512), dist.get_rank()
+    lingering = [exchange, replace(exchange, jitter=20_000)]
     chooser = random.Random(rank)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for step in range(1000):
-        given = inputs(device, chooser.randrange(300), step, 64)
-        (index, sent), bound = _order(given.items_TN), exchange.layout.row_bound
+        pattern = ("random", "random", "last", "nobody")[step // 7 % 4]
+        given = inputs(device, chooser.randrange(300) * (step % 11 > 0), step, 64, pattern)
+        order, bound, number = (
+            order_rows(given.ids_TK, NUM_RANKS, EXPERTS_PER_RANK),
+            exchange.layout.row_bound,
+            step % 50,
+        )
         delay(chooser)
-        put_counts(exchange, sent, tag_of(step % 50, PLAN))
-        delay(chooser)
-        routes, totals = take_counts(exchange, tag_of(step % 50, PLAN), 10**6)
-        side = torch.cat([given.weights_TK.view(torch.int32), given.ids_TK.int()], 1)
-        rows, row_side = given.x_TD.new_empty(bound, 64), side.new_empty(bound, side.shape[1])
-        delay(chooser)
-        put_rows(exchange, given.x_TD, side, index, routes, rows, row_side, tag_of(step % 50, DISPATCH))
-        delay(chooser)
-        take_rows(exchange, routes, totals, rows, row_side, tag_of(step % 50, DISPATCH), TOP_K)
-        rows = work(rows, row_side[:, :TOP_K].contiguous().view(torch.float32), row_side[:, TOP_K:].long())
-        no_side = rows[:, :0].contiguous()
-        delay(chooser)
-        put_back(exchange, rows, no_side, routes, totals, tag_of(step % 50, COMBINE))
-        delay(chooser)
-        out, no_sums = torch.empty_like(given.x_TD), no_side[:0]
-        sum_back(exchange, rows, no_side, index, routes, out, no_sums, tag_of(step % 50, COMBINE))
-        wrong += (out != round_trip(None, given)[0]).sum()
+        routes, totals = exchange_counts(exchange, order.sent_2N, tag_of(number, PLAN), 10**6)
+        out = Received(
+            given.x_TD.new_full((bound, 64), float("nan")),
+            given.weights_TK.new_full((bound, TOP_K), float("nan")),
+            given.ids_TK.new_full((bound, TOP_K), 7),
+        )
+        there = given.x_TD, given.weights_TK, given.ids_TK, order.tokens_NT, routes, totals, out
+        one = chooser.choice(lingering)
+        for sides in in_turn(chooser):
+            delay(chooser)
+            move_there(one, *there, tag_of(number, DISPATCH), "model", sides)
+        rows = work(*out)
+        # Whatever stands where no row came may come back to nobody.
+        rows[torch.arange(bound, device=device) >= totals[0]] = float("nan")
+        sums = torch.full_like(given.x_TD, float("nan"))
+        back = rows, rows[:, :0], order.index_NT, routes, sums, sums[:, :0]
+        one = chooser.choice(lingering)
+        for sides in in_turn(chooser):
+            delay(chooser)
+            move_back(one, *back, tag_of(number, COMBINE), sides)
+        wrong += (sums != round_trip(None, given)[0]).sum()
     exchange.check()
     assert int(wrong) == 0
+
+
+def pieces_that_linger(device: torch.device) -> None:
+    """Gradients and side columns too: every take overtakes puts, and results are those of the collective backend."""
+    exchange = register(replace(make_exchange(device, piece_bytes=2048), jitter=100_000))
+    sizes = [(1000, 700), (0, 513), (1, 0), (1024, 1024), (17, 1)]
+    payloads = [Payload(), Payload("mxfp8", "mxfp8")]
+    for layer, (pattern, tokens) in enumerate((p, t) for p in ("random", "last", "nobody") for t in sizes):
+        given, payload = inputs(device, tokens[dist.get_rank()], layer, pattern=pattern), payloads[layer % 2]
+        exchange.arena[exchange.layout.rows_at :] = 255
+        torch.cuda.synchronize()
+        dist.barrier()
+        assert_same(round_trip(exchange, given, layer, payload), round_trip(None, given, 0, payload))
+    exchange.check()
 
 
 def two_layers_and_three_micro_batches(device: torch.device) -> None:
@@ -130,7 +162,7 @@ def two_layers_and_three_micro_batches(device: torch.device) -> None:
             if through is None:
                 plan: Any = plan_dispatch(given.items_TN, dist.group.WORLD)
             else:
-                plan = plan_exchange(given.items_TN, through, layer, 10**6)
+                plan = plan_exchange(given.ids_TK, EXPERTS_PER_RANK, through, layer, 10**6)
             hidden = hidden + combine(plan, work(*dispatch(plan, hidden, weights, given.ids_TK)))
         return hidden, [x, weights]
 
@@ -158,30 +190,30 @@ def compiled_chain_of_two_dispatches(device: torch.device) -> None:
     """The compiler may neither drop an exchange whose result is unused, nor merge two equal ones, nor reorder them."""
     exchange = make_exchange(device, timeout=120)
     given = inputs(device, 256, 0)
-    index, sent = _order(given.items_TN)
     ops, name, bound = torch.ops.sluicegate, exchange.name, exchange.layout.row_bound
 
-    def chain(state: Tensor, x: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
-        routes, totals = ops.exchange_routes(state, sent, name, tag_of(0, PLAN), 10**6)
-        tables = index, routes, totals
-        _, _ = ops.symmetric_dispatch(state, x, side, *tables, name, tag_of(0, DISPATCH), bound, 0)
-        rows, out_side = ops.symmetric_dispatch(state, x + 1, side, *tables, name, tag_of(0, DISPATCH), bound, 0)
-        again, _ = ops.symmetric_dispatch(state, x + 1, side, *tables, name, tag_of(0, DISPATCH), bound, 0)
+    def chain(state: Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        sizes = NUM_RANKS, EXPERTS_PER_RANK
+        index, tokens, routes, totals = ops.exchange_routes(state, ids, *sizes, name, tag_of(0, PLAN), 10**6)
+        there = weights, ids, tokens, routes, totals, name, tag_of(0, DISPATCH), bound, "model"
+        _, _, _ = ops.symmetric_dispatch(state, x, *there)
+        rows, _, _ = ops.symmetric_dispatch(state, x + 1, *there)
+        again, _, _ = ops.symmetric_dispatch(state, x + 1, *there)
         is_row = (torch.arange(bound, device=x.device) < totals[0])[:, None]
         both = torch.where(is_row, rows + again, 0)
         out, second = torch.empty_like(x), torch.empty_like(x)
-        ops.symmetric_combine(state, out, both, out_side[:, :0], *tables, name, tag_of(0, COMBINE))
+        ops.symmetric_combine(state, out, both, rows[:, :0], index, routes, name, tag_of(0, COMBINE))
         out = out * 2
-        ops.symmetric_combine(state, second, both, out_side[:, :0], *tables, name, tag_of(0, COMBINE))
+        ops.symmetric_combine(state, second, both, rows[:, :0], index, routes, name, tag_of(0, COMBINE))
         return out + second, rows
 
-    side = given.ids_TK.int()
+    given_to = exchange.state, given.x_TD, given.weights_TK, given.ids_TK
     before = int(exchange.state)
-    eager, rows = chain(exchange.state, given.x_TD, side)
+    eager, rows = chain(*given_to)
     kept = rows.clone()
     compiled = torch.compile(chain, fullgraph=True)
     for _ in range(3):
-        found, _ = compiled(exchange.state, given.x_TD, side)
+        found, _ = compiled(*given_to)
         equal = torch.equal(found, eager)
         # Ranks do not compile equally fast; whoever gave up waiting says so.
         exchange.check()
@@ -192,7 +224,7 @@ def compiled_chain_of_two_dispatches(device: torch.device) -> None:
     torch.cuda.synchronize()
     words = exchange.arena[: 8 * exchange.layout.failed_at].view(torch.int64).view(3, -1)
     # Epochs of counts, rows there and rows back: four runs of the chain.
-    assert words[:, 2 * NUM_RANKS].tolist() == [4, 12, 8] and before == 0
+    assert words[:, 0].tolist() == [4, 12, 8] and before == 0
 
 
 def other_collectives_run_beside(device: torch.device) -> None:
@@ -220,7 +252,7 @@ def a_captured_graph_replays(device: torch.device) -> None:
     static = given.x_TD.clone()
 
     def forward() -> Tensor:
-        plan = plan_exchange(given.items_TN, exchange, 3, 10**6)
+        plan = plan_exchange(given.ids_TK, EXPERTS_PER_RANK, exchange, 3, 10**6)
         return combine(plan, work(*dispatch(plan, static, given.weights_TK, given.ids_TK)))
 
     with torch.no_grad():
@@ -267,11 +299,28 @@ def a_layer_equals_that_of_the_collective_backend(device: torch.device) -> None:
         assert float((ours.float() - theirs.float()).norm()) <= 1e-3 * float(theirs.float().norm())
 
 
+def some_counts(device: torch.device) -> Tensor:
+    return order_rows(inputs(device, 5, 0).ids_TK, NUM_RANKS, EXPERTS_PER_RANK).sent_2N
+
+
+def a_plan_numbers_rows_as_torch_does(device: torch.device) -> None:
+    """More blocks of tokens than are added up at a time; every rank's numbers, both ways, and what it sends."""
+    for num_tokens, num_ranks in ((100_003, 2), (40_000, 7), (257, 3), (0, 2)):
+        ids = torch.randint(-1, 3 * num_ranks, (num_tokens, TOP_K), device=device)
+        order = order_rows(ids, num_ranks, 3)
+        owner = torch.where(ids >= 0, ids // 3, -1)
+        for rank in range(num_ranks):
+            items = (owner == rank).sum(1)
+            goes = items > 0
+            assert torch.equal(order.index_NT[rank], torch.where(goes, goes.cumsum(0) - 1, -1).int())
+            assert torch.equal(order.tokens_NT[rank, : int(goes.sum())], goes.nonzero().flatten().int())
+            assert order.sent_2N[:, rank].tolist() == [int(goes.sum()), int(items.sum())]
+
+
 def a_rank_that_does_not_come_is_named(device: torch.device) -> None:
     exchange = make_exchange(device, timeout=1)
     if dist.get_rank() == 0:
-        put_counts(exchange, _order(inputs(device, 5, 0).items_TN)[1], tag_of(7, PLAN))
-        take_counts(exchange, tag_of(7, PLAN), 10**6)
+        exchange_counts(exchange, some_counts(device), tag_of(7, PLAN), 10**6)
         torch.cuda.synchronize()
         with pytest.raises(RuntimeError, match=r"rank 0 waited for rank 1 in plan of MoE layer 7 .* after 1 s"):
             exchange.check()
@@ -280,8 +329,7 @@ def a_rank_that_does_not_come_is_named(device: torch.device) -> None:
 
 def another_layer_is_an_error(device: torch.device) -> None:
     exchange, rank = make_exchange(device, timeout=5), dist.get_rank()
-    put_counts(exchange, _order(inputs(device, 5, 0).items_TN)[1], tag_of(rank, PLAN))
-    take_counts(exchange, tag_of(rank, PLAN), 10**6)
+    exchange_counts(exchange, some_counts(device), tag_of(rank, PLAN), 10**6)
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match=f"that rank was in plan of MoE layer {1 - rank}"):
         exchange.check()
@@ -306,6 +354,8 @@ CHECKS: dict[str, Check] = {
         other_widths_and_dtypes,
         coded_rows,
         no_collective_is_called,
+        a_plan_numbers_rows_as_torch_does,
+        pieces_that_linger,
         two_layers_and_three_micro_batches,
         other_collectives_run_beside,
         a_layer_equals_that_of_the_collective_backend,

@@ -17,12 +17,19 @@ MAX_TOKENS, WIDTH = 1024, 512
 
 
 def make_exchange(
-    device: torch.device, max_tokens: int = MAX_TOKENS, width: int = WIDTH, timeout: float = 20, **bounds: Any
+    device: torch.device,
+    max_tokens: int = MAX_TOKENS,
+    width: int = WIDTH,
+    timeout: float = 20,
+    piece_bytes: int | None = None,
+    **bounds: Any,
 ) -> Exchange:
     layout = plan_layout(NUM_RANKS, max_tokens, TOP_K, width * 4, 8 * TOP_K, **bounds)
     group = dist.group.WORLD
     assert group is not None
-    exchange = create_exchange(group, device, layout, max_tokens, timeout, describe_tag=describe_tag)
+    exchange = create_exchange(
+        group, device, layout, max_tokens, timeout, describe_tag=describe_tag, piece_bytes=piece_bytes
+    )
     # Rows begin as NaN, and ids as -1.
     exchange.arena[layout.rows_at :] = 255
     torch.cuda.synchronize()
@@ -69,9 +76,10 @@ def round_trip(exchange: Exchange | None, given: Inputs, layer: int = 0, payload
     if exchange is None:
         plan: Any = plan_dispatch(given.items_TN, dist.group.WORLD)
     else:
-        plan = plan_exchange(given.items_TN, exchange, layer, 10**6)
-    rows, row_weights, ids = dispatch(plan, x, weights, given.ids_TK, payload)
-    out = combine(plan, work(rows, row_weights, ids), payload)
+        plan = plan_exchange(given.ids_TK, EXPERTS_PER_RANK, exchange, layer, 10**6)
+    with torch.enable_grad():
+        rows, row_weights, ids = dispatch(plan, x, weights, given.ids_TK, payload)
+        out = combine(plan, work(rows, row_weights, ids), payload)
     upstream = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
     grads = torch.autograd.grad(out, [x, weights], upstream)
     return [out.detach(), *grads, rows.detach(), row_weights.detach(), ids]

@@ -55,6 +55,7 @@ def shared_exchange(
             errors=torch.zeros(8, dtype=torch.int64),
             overflow=torch.zeros(6, dtype=torch.int32),
             limit=10**6,
+            piece_bytes=16 * WIDTH,
             describe_tag=describe_tag,
             handle=arenas,
         )
@@ -78,7 +79,7 @@ def round_trip(exchange: Exchange | None, seed: int, payload: Payload = AS_IT_IS
     items = torch.stack([(owner == other).sum(1) for other in range(num_ranks)], 1)
     plan: Any = plan_dispatch(items, dist.group.WORLD)
     if exchange is not None:
-        plan = plan_exchange(items, exchange, seed, 10**6)
+        plan = plan_exchange(ids, EXPERTS_PER_RANK, exchange, seed, 10**6)
     rows, row_weights, row_ids = dispatch(plan, x, weights, ids, payload)
     is_ours = torch.where(row_ids >= 0, row_ids // EXPERTS_PER_RANK, -1) == rank
     scale = torch.where(is_ours, row_weights * (row_ids + 1), 0).sum(1, keepdim=True)
@@ -120,10 +121,10 @@ def check_everything(folder: Path) -> None:
     for ours, theirs in zip(round_trip(exchange, 5, coded), round_trip(None, 5, coded), strict=True):
         assert torch.equal(ours, theirs)
     for mode in ("none", "full"):
-        before = int(exchange.arena[: 8 * layout.failed_at].view(torch.int64).view(3, -1)[1, 2 * num_ranks])
+        before = int(exchange.arena[: 8 * layout.failed_at].view(torch.int64).view(3, -1)[1, 0])
         for ours, theirs in zip(layer_pass(exchange, mode), layer_pass(None, "none"), strict=True):
             assert float((ours - theirs).norm()) <= 1e-6 * float(theirs.norm())
-        after = int(exchange.arena[: 8 * layout.failed_at].view(torch.int64).view(3, -1)[1, 2 * num_ranks])
+        after = int(exchange.arena[: 8 * layout.failed_at].view(torch.int64).view(3, -1)[1, 0])
         # Of each call: its rows, and the gradients of its result. Nothing is sent again by a recomputation.
         assert after - before == 4
     exchange.check()

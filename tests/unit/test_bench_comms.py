@@ -9,6 +9,13 @@ from scripts.bench_comms import COLUMNS, Case, cases_of, figures, main, parse_ar
 
 
 @pytest.mark.slow
+def test_dry_run_of_a_payload(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry-run", "--commit", "abc", "--json", "--payload", "mxfp8"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["payload"] == "mxfp8" and all(case["over_model"] > 0 for case in result["cases"])
+
+
+@pytest.mark.slow
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "comms_cpu.json"
     assert main(["--dry-run", "--commit", "abc", "--json", "--out", str(file)]) == 0
@@ -32,12 +39,20 @@ def test_figures_count_wire_bytes_and_rows_without_deduplication() -> None:
     assert found["combine_gb_s"] == pytest.approx(500) and found["put_gb_s"] == pytest.approx(600)
     assert found["over_put"] == pytest.approx(0.5) and found["over_nccl"] == pytest.approx(2)
     assert found["dispatch_put_us"] is None and found["plan_us"] == pytest.approx(10)
+    assert found["combine_over_put"] == pytest.approx(500 / 600) and found["over_model"] is None
+
+
+def test_a_payload_is_compared_with_rows_as_they_are() -> None:
+    times = dict.fromkeys(("plan", "dispatch", "combine", "dispatch_put", "dispatch_take", "put", "nccl"), 3e-3)
+    assert figures(Case(64, 8, 0), {**times, "dispatch_model": 6e-3}, 1, 1, 1)["over_model"] == pytest.approx(0.5)
 
 
 def test_cases() -> None:
     cases = cases_of(parse_arguments(["--sizes", "8,64", "--num-ctas", "16,32"]))
     assert cases[:4] == [Case(8, 8, 16), Case(8, 8, 32), Case(64, 8, 16), Case(64, 8, 32)]
     assert [(case.top_k, case.num_ctas) for case in cases[4:]] == [(1, 16), (2, 16), (4, 16), (8, 24), (8, 132)]
+    cases = cases_of(parse_arguments(["--sizes", "8", "--piece-mb", "0.03,1"]))
+    assert cases == [Case(8, 8, 0, 0.03), Case(8, 8, 0, 1)]
 
 
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,9 @@ def test_regions_do_not_overlap(num_ranks: int, tokens: int, copies: int, sixtee
     for begin, size, end in zip(begins, sizes, [*begins[1:], layout.num_bytes], strict=True):
         assert begin + size <= end
     flags = [layout.flags_at(channel) for channel in range(3)]
-    assert flags == [0, 2 * num_ranks + 2, 4 * num_ranks + 4] and layout.failed_at == 6 * num_ranks + 6
+    # Of each channel: epoch, programs done, a credit of each rank, and a flag for each of its pieces.
+    words = 2 + num_ranks + num_ranks * layout.max_pieces
+    assert flags == [0, words, 2 * words] and layout.failed_at == 3 * words
 
 
 def test_bounds_are_the_worst_case_or_what_was_asked_for() -> None:
@@ -100,7 +102,7 @@ def test_pairs_have_room_for_what_was_asked_or_all_that_can_come() -> None:
 
 def test_more_tokens_than_the_arena_was_made_for_are_refused() -> None:
     with pytest.raises(ValueError, match="11 tokens in one pass, and this run's exchange has room for 10 per rank"):
-        plan_exchange(torch.ones(11, 2, dtype=torch.int64), exchange(), 0, 100)
+        plan_exchange(torch.ones(11, 2, dtype=torch.int64), 1, exchange(), 0, 100)
     forget_exchanges()
 
 

@@ -1,0 +1,145 @@
+"""Pieces of an exchange: which rows they are, who has a turn with them, and how a program moves one.
+
+What m sends n is cut into pieces of equally many rows. They go out in turns, the first one to every rank (the next
+neighbour first), then the second one to every rank; a take looks for them in the order in which they come. Turns are
+dealt over programs.
+
+Moves are of 16 bytes per thread and several of them at a time, over the flat words of a piece: rows of a piece lie one
+behind the other at the receiver, and only the source is gathered.
+
+    piece of 3 rows of 8 words, UNIT = 4: unit     0  1  2  3  4  5
+                                          row      0  0  1  1  2  2     (source: row tokens[row])
+                                          words    0  4  0  4  0  4     and the 3 behind
+"""
+
+# Kernels are written in Triton's language, which has no types.
+# pyright: basic, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# ruff: noqa: ANN001, ANN201
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+from comms.kernels.e4m3 import absolute, decode, encode, scale_byte
+
+
+@triton.jit
+def route_of(routes, sender, receiver, PART: tl.constexpr, NUM_RANKS: tl.constexpr):
+    """Number of rows (part 0), place at the receiver (1), place at the sender (2)."""
+    return tl.load(routes + PART * NUM_RANKS * NUM_RANKS + sender * NUM_RANKS + receiver)
+
+
+@triton.jit
+def rows_per_piece(count, PIECE_ROWS: tl.constexpr, PIECES: tl.constexpr):
+    """Rows of each piece but the last one, where so many go from one rank to another: more, if pieces would be many."""
+    return tl.maximum(tl.cdiv(count, PIECES), PIECE_ROWS)
+
+
+@triton.jit
+def num_turns(
+    routes, me, FROM_ME: tl.constexpr, NUM_RANKS: tl.constexpr, PIECE_ROWS: tl.constexpr, PIECES: tl.constexpr
+):
+    """Turns with all other ranks: over the routes that begin here, or those that end here."""
+    most = 1
+    for rank in range(NUM_RANKS):
+        if FROM_ME:
+            count = route_of(routes, me, rank, 0, NUM_RANKS)
+        else:
+            count = route_of(routes, rank, me, 0, NUM_RANKS)
+        pieces = tl.cdiv(count, rows_per_piece(count, PIECE_ROWS, PIECES))
+        most = tl.maximum(most, tl.where(rank == me, 1, pieces))
+    return most * (NUM_RANKS - 1)
+
+
+@triton.jit
+def linger(program, turn, JITTER: tl.constexpr):
+    """Tests only: up to JITTER nanoseconds, as program, turn and clock have it."""
+    start = globaltimer()
+    chosen = ((start >> 5) + program * 7919 + turn * 104729) % JITTER
+    while globaltimer() - start < chosen:
+        pass
+
+
+@triton.jit
+def words_at(address):
+    """int32 pointer from an address of rows, which are aligned to 16 bytes: so they can be moved 16 bytes at a time."""
+    return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
+def move(
+    source, target, tokens, num_rows,
+    WORDS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr,
+):  # fmt: skip
+    """Rows of WORDS words, one behind the other or (GATHER) those of `tokens`; a thread moves UNIT words at a time."""
+    PER_ROW: tl.constexpr = WORDS // UNIT
+    word = tl.arange(0, UNIT)[None, :]
+    for start in range(0, num_rows * PER_ROW, BLOCK):
+        unit = start + tl.arange(0, BLOCK)
+        inside = unit < num_rows * PER_ROW
+        at = unit * UNIT
+        if GATHER:
+            token = tl.load(tokens + unit // PER_ROW, mask=inside, other=0).to(tl.int64)
+            origin = token * WORDS + unit % PER_ROW * UNIT
+        else:
+            origin = at
+        words = tl.load(source + (origin[:, None] + word), mask=inside[:, None])
+        tl.store(target + (at[:, None] + word), words, mask=inside[:, None])
+
+
+@triton.jit
+def move_coded(
+    source, target, tokens, num_rows,
+    WIDTH: tl.constexpr, RECORD: tl.constexpr, CODE_BLOCK: tl.constexpr, NUMBERS: tl.constexpr,
+    ENCODES: tl.constexpr, DECODES: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Rows of `tokens` (ENCODES), or records one behind the other, to rows (DECODES) or records, by scaled blocks.
+
+    What is encoded and decoded again is what it would be beyond the wire. Nobody reads the end of a record.
+    """
+    PER_ROW: tl.constexpr = (WIDTH + CODE_BLOCK - 1) // CODE_BLOCK
+    # A thread reads and writes the same elements: no exchange between threads stands in between.
+    element = tl.max_contiguous(tl.arange(0, CODE_BLOCK), VECTOR)[None, :]
+    for start in range(0, num_rows * PER_ROW, NUMBERS // CODE_BLOCK):
+        block = start + tl.arange(0, NUMBERS // CODE_BLOCK)
+        inside = block < num_rows * PER_ROW
+        nth, of_row = (block // PER_ROW).to(tl.int64), block % PER_ROW
+        column = (of_row * CODE_BLOCK)[:, None] + element
+        mask = inside[:, None] & (column < WIDTH)
+        if ENCODES:
+            token = tl.load(tokens + nth, mask=inside, other=0).to(tl.int64)
+            word = tl.load(source + ((token * WIDTH)[:, None] + column), mask=mask, other=0)
+            scale = scale_byte(tl.max(absolute(word), axis=1), word.dtype)
+            code = encode(word, scale[:, None], CAST)
+        else:
+            scale = tl.load(source + nth * RECORD + WIDTH + of_row, mask=inside, other=0)
+            code = tl.load(source + ((nth * RECORD)[:, None] + column), mask=mask, other=0)
+        if DECODES:
+            words = decode(code, scale[:, None], target.dtype.element_ty, CAST)
+            tl.store(target + ((nth * WIDTH)[:, None] + column), words, mask=mask)
+        else:
+            tl.store(target + ((nth * RECORD)[:, None] + column), code, mask=mask)
+            tl.store(target + nth * RECORD + WIDTH + of_row, scale.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def records_at(address):
+    """uint8 pointer from an address of records, aligned as rows are."""
+    return tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
+
+
+@triton.jit
+def load_side(weights, ids, token, column, mask, WEIGHT_WORDS: tl.constexpr, NUM_IDS: tl.constexpr):
+    """Side words of tokens as they travel: words of their weights, then ids of 32 bits."""
+    is_weight = column < WEIGHT_WORDS
+    weight = tl.load(weights + token * WEIGHT_WORDS + column, mask=mask & is_weight, other=0)
+    id = tl.load(ids + token * NUM_IDS + (column - WEIGHT_WORDS), mask=mask & (column >= WEIGHT_WORDS), other=0)
+    return tl.where(is_weight, weight, id.to(tl.int32))
+
+
+@triton.jit
+def store_side(weights, ids, row, column, words, mask, WEIGHT_WORDS: tl.constexpr, NUM_IDS: tl.constexpr):
+    """The other way: ids get their own width again."""
+    tl.store(weights + row * WEIGHT_WORDS + column, words, mask=mask & (column < WEIGHT_WORDS))
+    place = ids + row * NUM_IDS + (column - WEIGHT_WORDS)
+    tl.store(place, words.to(ids.dtype.element_ty), mask=mask & (column >= WEIGHT_WORDS))
