@@ -81,7 +81,7 @@ def connect_experts(
         mesh.config.timeout_seconds,
         comms.num_ctas,
         describe_tag,
-        config.top_k,
+        items_per_token=config.top_k,
     )
     return choice._replace(room=use_exchange(layers, exchange))
 
