@@ -15,6 +15,8 @@ class BackendChoice(NamedTuple):
     # none (one rank has every row) | collective | symm_mem
     backend: str
     reason: str
+    # Memory that this takes, and what it has room for.
+    room: str = ""
 
 
 def choose_backend(config: CommsConfig, group: dist.ProcessGroup | None, device: torch.device) -> BackendChoice:
@@ -29,7 +31,9 @@ def choose_backend(config: CommsConfig, group: dist.ProcessGroup | None, device:
         return BackendChoice("collective", "as asked")
     if config.backend == "auto":
         return BackendChoice(
-            "collective", "symm_mem has to be asked for: it makes room for the most rows and pairs that could come"
+            "collective",
+            "symm_mem has to be asked for: it makes room for the most rows and pairs that could come, or for what "
+            "comms.capacity and model.moe.pair_capacity say",
         )
     if config.backend == "nvshmem":
         raise ValueError("comms.backend=nvshmem is not available in this version; use symm_mem or collective")

@@ -16,6 +16,7 @@ makes those of several ranks in one process, for the kernels' tests. The rest of
 name, as it does process groups: operators take names, not objects.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,10 @@ REGION_ALIGNMENT = 256
 MAX_TAG = 2**16 - 1
 # Pieces that one rank's rows for another are cut into, at most: each has a flag of its own.
 MAX_PIECES = 4096
+
+
+class NoRoomError(RuntimeError):
+    """A dispatch brought more than there was room for; the message names the setting that makes more."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +121,13 @@ def plan_layout(
         )
     assert side_bytes % 4 == 0, side_bytes
     worst = num_ranks * max_tokens
-    row_bound = worst if capacity is None else min(worst, -(-int(capacity * max_tokens * 2**20) // 2**20))
+    row_bound = worst if capacity is None else min(worst, room_for(capacity, max_tokens))
     return ArenaLayout(num_ranks, row_bound, max_tokens * min(num_ranks, max_copies), row_bytes, side_bytes)
+
+
+def room_for(multiple: float, count: int) -> int:
+    """The next whole number to `multiple` times `count`, not raised by binary rounding."""
+    return -(-int(multiple * count * 2**20) // 2**20)
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,8 @@ class Exchange:
     piece_bytes: int | None = None
     # Tests only: nanoseconds that a put may linger before a piece.
     jitter: int = 0
+    # Items that a balanced load brings per own token: what their bound is a multiple of, for messages.
+    items_per_token: int = 1
     # Says what a tag stands for.
     describe_tag: Callable[[int], str] = str
     # Keeps the mapping alive.
@@ -189,21 +201,27 @@ class Exchange:
         """Ask the device whether a dispatch brought more than there was room for. Waits for the device.
 
         Raises:
-            RuntimeError: with the layer, the need and the setting.
+            NoRoomError: with the layer, the need and the setting.
         """
         numbers: list[int] = self.overflow.tolist()  # pyright: ignore
         rows, row_bound, row_tag, items, item_bound, item_tag = numbers
         if rows:
-            raise RuntimeError(
+            raise NoRoomError(
                 f"{self.describe_tag(row_tag)}: {rows} rows came to rank {self.global_ranks[self.rank]}, which has "
-                f"room for {row_bound}: raise comms.capacity to {rows / self.max_tokens:.2f} or more, or set it to null"
+                f"room for {row_bound}: raise comms.capacity to {_raised(rows, self.max_tokens)} or more, or set it to "
+                "null"
             )
         if items:
-            raise RuntimeError(
+            least = _raised(items, self.max_tokens * self.items_per_token)
+            raise NoRoomError(
                 f"{self.describe_tag(item_tag)}: {items} pairs fell to rank {self.global_ranks[self.rank]}, which has "
-                f"room for {item_bound}: raise model.moe.pair_capacity by {items / item_bound:.2f} x or more, or set "
-                "it to null"
+                f"room for {item_bound}: raise model.moe.pair_capacity to {least} or more, or set it to null"
             )
+
+
+def _raised(need: int, unit: int) -> str:
+    """`need` as a multiple of `unit` in two digits, never below it."""
+    return f"{math.ceil(100 * need / unit) / 100:.2f}"
 
 
 _EXCHANGES: dict[str, Exchange] = {}
@@ -223,6 +241,15 @@ def find_exchange(name: str) -> Exchange:
 def exchanges() -> list[Exchange]:
     """Every exchange of this process."""
     return list(_EXCHANGES.values())
+
+
+def overflow_flag() -> Tensor | None:
+    """float32 scalar on the device: 1 where a dispatch of this rank has found no room so far, else 0.
+
+    None without exchanges, which is so on every rank or none.
+    """
+    found = [exchange.overflow[::3] for exchange in exchanges()]
+    return torch.cat(found).any().float() if found else None
 
 
 def forget_exchanges() -> None:
@@ -259,6 +286,7 @@ def create_exchange(
     num_ctas: int | None = None,
     describe_tag: Callable[[int], str] = str,
     piece_bytes: int | None = None,
+    items_per_token: int = 1,
 ) -> Exchange:
     """Allocate this rank's arena, map the others' and check the mapping. Collective over the group.
 
@@ -292,6 +320,7 @@ def create_exchange(
         limit=int(timeout_seconds * 1e9),
         num_ctas=num_ctas,
         piece_bytes=piece_bytes,
+        items_per_token=items_per_token,
         describe_tag=describe_tag,
         handle=handle,
     )

@@ -27,7 +27,7 @@ from comms.all_to_all import AS_IT_IS, Plan, combine, dispatch, plan_dispatch
 from comms.collectives import gather_dim, gather_over_ranks, reduce_scatter, sum_over_ranks
 from comms.split_sequence import SplitSequence
 from comms.symmetric_exchange import plan_exchange
-from comms.symmetric_memory import Exchange
+from comms.symmetric_memory import Exchange, room_for
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
 from moe.feed_forward import FeedForward
@@ -160,8 +160,15 @@ class MoE(nn.Module):
             owner_TK = torch.where(ids_TK >= 0, ids_TK // experts_per_rank, -1)
             items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(num_ranks)], dim=1)
             return plan_dispatch(items_TN, self.ep_group, num_items)
-        room = self.exchange.layout.row_bound * min(self.config.top_k, experts_per_rank)
-        return plan_exchange(ids_TK, experts_per_rank, self.exchange, self.number, room)
+        return plan_exchange(ids_TK, experts_per_rank, self.exchange, self.number, self.pair_room(self.exchange))
+
+    def pair_room(self, exchange: Exchange) -> int:
+        """How many (row, expert) pairs this rank can work on: what pair_capacity allows of the most that can come."""
+        config = self.config
+        worst = exchange.layout.row_bound * min(config.top_k, config.num_experts // exchange.num_ranks)
+        if config.pair_capacity is None:
+            return worst
+        return min(worst, room_for(config.pair_capacity, exchange.max_tokens * config.top_k))
 
     def balance(self, routing: Routing, mask_T: Tensor | None, seq_len: int, scale: BalanceScale | None) -> MoEStats:
         """Counts, and the auxiliary losses where training asks for them."""

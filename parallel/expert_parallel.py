@@ -7,6 +7,8 @@ With etp > 1 a rank's experts have their share of the hidden units, and their re
 bias of the down map is whole on every rank and added by one of them.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -15,7 +17,7 @@ from comms.backend import BackendChoice, choose_backend
 from comms.config import CommsConfig
 from comms.payload import Payload
 from comms.symmetric_exchange import describe_tag
-from comms.symmetric_memory import create_exchange, plan_layout
+from comms.symmetric_memory import Exchange, create_exchange, plan_layout
 from moe.layer import MoE
 from parallel.mesh import Mesh, check_experts
 from parallel.tensor_parallel import split_parameter
@@ -72,11 +74,27 @@ def connect_experts(
         mesh.config.ep, max_tokens, config.top_k, dim * dtype.itemsize, side_bytes, comms.capacity
     )  # fmt: skip
     exchange = create_exchange(
-        mesh.ep_group, mesh.device, layout, max_tokens, mesh.config.timeout_seconds, comms.num_ctas, describe_tag
+        mesh.ep_group,
+        mesh.device,
+        layout,
+        max_tokens,
+        mesh.config.timeout_seconds,
+        comms.num_ctas,
+        describe_tag,
+        items_per_token=config.top_k,
     )
+    return choice._replace(room=use_exchange(layers, exchange))
+
+
+def use_exchange(layers: Sequence[MoE], exchange: Exchange) -> str:
+    """Connect the MoE layers of a model, in order; returns what there is room for."""
     for number, layer in enumerate(layers):
         layer.exchange, layer.number = exchange, number
-    return choice
+    layout, pairs = exchange.layout, max(layer.pair_room(exchange) for layer in layers)
+    return (
+        f"an arena of {layout.num_bytes / 2**30:.2f} GiB per rank; room for {layout.row_bound:,} rows and {pairs:,} "
+        "(row, expert) pairs of one layer"
+    )
 
 
 def _split(name: str, parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:

@@ -73,28 +73,39 @@ class Side(NamedTuple):
 NAMES: tuple[str, ...] = ("router", "w_gate_up", "w_down")
 
 
-def draw_ids(shape: Shape, routing: str, device: torch.device) -> Tensor:
-    """(T, K) different experts, each drawn with equal probability or, for `zipf`, in proportion to 1 / rank."""
+def draw_ids(shape: Shape, routing: str, device: torch.device, part: int = 0) -> Tensor:
+    """(T, K) different experts, each drawn with equal probability or, for `zipf`, in proportion to 1 / place.
+
+    Other parts are of other tokens, which choose with the same probabilities.
+    """
     generator = torch.Generator(device).manual_seed(1)
-    rank_E = torch.randperm(shape.experts, generator=generator, device=device) + 1
-    log_p_E = -rank_E.float().log() if routing == "zipf" else torch.zeros_like(rank_E, dtype=torch.float32)
+    place_E = torch.randperm(shape.experts, generator=generator, device=device) + 1
+    log_p_E = -place_E.float().log() if routing == "zipf" else torch.zeros_like(place_E, dtype=torch.float32)
+    if part:
+        generator.manual_seed(1000 + part)
     uniform_TE = torch.rand(shape.tokens, shape.experts, generator=generator, device=device)
     # Gumbel's trick: the K largest are a sample without replacement.
     return (log_p_E - (-uniform_TE.clamp(1e-20, 1 - 1e-7).log()).log()).topk(shape.top_k, dim=1).indices
 
 
-def make_problem(shape: Shape, routing: str, device: torch.device) -> Problem:
-    """Random tokens and weights, bf16 on a GPU and fp32 on a CPU."""
+def make_problem(
+    shape: Shape, routing: str, device: torch.device, part: int = 0, num_parts: int = 1
+) -> Problem:  # fmt: skip
+    """Random tokens and weights, bf16 on a GPU and fp32 on a CPU: all experts, or one of so many parts of them.
+
+    Each part has tokens of its own.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(part)
     T, D, F, E, _ = shape
 
     def randn(*size: int, scale: float) -> Tensor:
         return (torch.randn(size, generator=generator, device=device, dtype=torch.float32) * scale).to(dtype)
 
     x_TD, grad_TD = randn(T, D, scale=0.2), randn(T, D, scale=0.2)
-    w_gate_up, w_down = randn(E, 2, F, D, scale=D**-0.5), randn(E, D, F, scale=F**-0.5)
-    x_TD[:, :E] = draw_logits(draw_ids(shape, routing, device), E, generator).to(dtype) / LOGIT_SCALE
+    local = E // num_parts
+    w_gate_up, w_down = randn(local, 2, F, D, scale=D**-0.5), randn(local, D, F, scale=F**-0.5)
+    x_TD[:, :E] = draw_logits(draw_ids(shape, routing, device, part), E, generator).to(dtype) / LOGIT_SCALE
     router_ED = torch.eye(E, D, device=device, dtype=dtype) * LOGIT_SCALE
     return Problem(shape, x_TD, router_ED, w_gate_up, w_down, grad_TD)
 
@@ -168,6 +179,11 @@ SIDES = ("fused", "grouped_mm", *LOW_PRECISION, "torch", "sonicmoe", "liger", "s
 
 
 def _ours(backend: str, problem: Problem, compiled: bool) -> Side:
+    return side_of(make_layer(backend, problem, compiled))
+
+
+def make_layer(backend: str, problem: Problem, compiled: bool) -> MoE:
+    """Our layer with the problem's weights."""
     with torch.device("meta"):
         layer = MoE(config_of(problem.shape, "auto" if backend in LOW_PRECISION else backend), problem.shape.dim)
     weights = _leaves(problem.router_ED, problem.w_gate_up_E2FD, problem.w_down_EDF)
@@ -177,6 +193,11 @@ def _ours(backend: str, problem: Problem, compiled: bool) -> Side:
     if compiled:
         # As the trainer compiles a block that has this layer in it.
         apply_compile(nn.Sequential(layer))
+    return layer
+
+
+def side_of(layer: MoE) -> Side:
+    """Our layer as a side."""
     parameters = layer.router.weight, layer.experts.w_gate_up, layer.experts.w_down
     named: dict[str, Tensor] = dict(zip(NAMES, parameters, strict=True))
     # Views, whose gradients are views: an index would cost its backward a copy.

@@ -44,7 +44,10 @@ def describe_run(config: Config, folder: RunFolder, mesh: Mesh) -> str:
 
 def describe_exchange(choice: BackendChoice) -> str:
     """What brings rows to the experts of other ranks; empty where none leaves its rank."""
-    return "" if choice.backend == "none" else f"  experts  rows travel by {choice.backend}: {choice.reason}"
+    if choice.backend == "none":
+        return ""
+    room = f"\n           {choice.room}" if choice.room else ""
+    return f"  experts  rows travel by {choice.backend}: {choice.reason}{room}"
 
 
 def describe_async_tp(choice: AsyncChoice) -> str:

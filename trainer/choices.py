@@ -39,9 +39,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # Choices of the schema that this version does not carry out yet, and what it does: asking for one is an error and
 # never a silent no-op. A feature deletes its line when it lands.
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "model.moe.pair_capacity": (None,),
     "comms.backend": ("auto", "collective", "symm_mem"),
-    "comms.capacity": (None,),
     "comms.chunks": (1,),
     "profile.steps": (0,),
     # Where profile.steps begin.

@@ -2,6 +2,7 @@
 
     StopSignal        SIGTERM or SIGUSR1 on any rank -> all ranks stop at the same step boundary and can save
     NonFinitePolicy   a loss or gradient that is no number -> stop, or leave the update out
+    RoomCheck         rows or pairs that found no room     -> the update is left out; stop, one step later
 
 A rank that hangs is brought down by the process group: a collective that takes longer than parallel.timeout_seconds
 raises (gloo) or aborts the process (NCCL), with the operation and the rank in its message.
@@ -16,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comms.symmetric_memory import exchanges, overflow_flag
 from trainer.config import GuardConfig
+from trainer.peers import Peers
 
 # In rising order of weight: when ranks got different signals, the last one counts.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -101,3 +104,48 @@ class NonFinitePolicy:
             raise RuntimeError(f"{what}: stopped after guard.max_skipped={self._config.max_skipped} skips in a row")
         self._notify(f"{what}: update skipped ({self.skipped} in a row, stops above {self._config.max_skipped})")
         return False
+
+
+class RoomCheck:
+    """Stops a run in which a dispatch brought more than its bounds have room for (comms.capacity, pair_capacity).
+
+    The device has left that step's update out, and will leave out those that follow, so the host may ask late: a step
+    later its copy of the flag is there, and nobody waits. Whatever makes a step last (a checkpoint) asks before.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._flag: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def note(self, no_room: Tensor | None) -> None:
+        """Remember a flag that is the same on every rank: `StepResult.no_room`."""
+        # Into pinned memory: the host goes on at once.
+        self._flag = None if no_room is None else no_room.to("cpu", non_blocking=True)
+        self._copied = None
+        if no_room is not None and no_room.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def check(self) -> None:
+        """Look at what was noted last. Waits for it; collective.
+
+        Raises:
+            NoRoomError: on every rank, with the layer, the need and the setting.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._flag is None or not self._flag.item():
+            return
+        with self._peers.together():
+            for exchange in exchanges():
+                exchange.check_overflow()
+        raise AssertionError("an overflow that no rank knows of")
+
+    def check_now(self) -> None:
+        """Look at everything until now, such as an evaluation. Waits for the device; collective; raises as `check`."""
+        flag = overflow_flag()
+        if flag is not None and dist.is_initialized():
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        self.note(flag)
+        self.check()

@@ -90,6 +90,7 @@ def check_layout(config: Config, parallel: ParallelConfig) -> None:
     has_experts = model.num_dense_layers < model.num_layers + model.mtp.depth
     if has_experts:
         check_experts(parallel, model.moe.num_experts, model.moe.expert_dim)
+        _check_capacity(config, parallel.ep)
     _check_heads(parallel, model)
     _check_split_dims(parallel, model)
     if has_experts:
@@ -103,6 +104,20 @@ def check_layout(config: Config, parallel: ParallelConfig) -> None:
             f"it must be a multiple of {unit}",
             axes=("cp", "tp"),
             multiples={"train.seq_len": unit},
+        )
+
+
+def _check_capacity(config: Config, ep: int) -> None:
+    """Raises ValueError where comms.capacity is less than some rank is sure to receive."""
+    moe, capacity = config.model.moe, config.comms.capacity
+    if capacity is None or moe.capacity_factor is not None or ep == 1:
+        return
+    # So many ranks hold a token's experts at least; the mean over ranks is no less.
+    least = -(-moe.top_k // (moe.num_experts // ep))
+    if capacity < least:
+        raise ValueError(
+            f"comms.capacity={capacity} is less than the {least} rows per own token that some rank always gets with "
+            f"model.moe.top_k={moe.top_k} and parallel.ep={ep}; nearest legal: {least}"
         )
 
 

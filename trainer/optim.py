@@ -50,6 +50,7 @@ class LocalSGD(torch.optim.SGD):
         for group in self.param_groups:
             pairs = [(local(p), local(p.grad)) for p in group["params"] if p.grad is not None]
             weights, grads = [list(column) for column in zip(*pairs, strict=True)] if pairs else ([], [])
+            skip = getattr(self, "found_inf", None)
             sgd(
                 weights,
                 grads,
@@ -60,8 +61,29 @@ class LocalSGD(torch.optim.SGD):
                 dampening=0.0,
                 nesterov=False,
                 maximize=False,
+                # Only the fused kernel asks the device whether to do anything.
+                fused=skip is not None,
+                found_inf=skip,
             )
         return None
+
+
+def update(optimizer: torch.optim.Optimizer, skip: Tensor | None = None) -> None:
+    """One step of an optimizer of `build_optimizer`; none where the device finds `skip` to be 1.
+
+    Weights, moments and step counts then stay as they are, and the host need not know.
+
+    Args:
+        skip: float32 scalar, 0 or 1. The kernels know it under the name that gradient scaling gives it.
+    """
+    if skip is None:
+        optimizer.step()
+        return
+    optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, object]]:
@@ -125,12 +147,15 @@ def ensure_gradients(model: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float, flag: Tensor | None = None) -> Tensor:
     """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before that.
 
     The norm is over all shards of every mesh, the same scalar on each rank: a rank adds the squares of its shards, each
     divided by the number of ranks that hold the same shard, and one sum over all ranks does the rest. So a tensor
     counts once whatever it is split over. `max_norm <= 0` only measures.
+
+    Args:
+        flag: scalar, 0 or 1, that travels with the norm: 1 afterwards if it was on any rank.
     """
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in model.parameters():
@@ -138,13 +163,22 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
             by_copies.setdefault(_num_copies(parameter.grad), []).append(local(parameter.grad))
     square = torch.stack([_sum_of_squares(shards) / copies for copies, shards in by_copies.items()]).sum()
     if dist.is_initialized():
-        dist.all_reduce(square)
+        square = _sum_with(square, flag)
     norm = square.sqrt()
     if max_norm > 0:
         factor = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
         for shard in chain.from_iterable(by_copies.values()):
             shard.mul_(factor.to(shard.dtype))
     return norm
+
+
+def _sum_with(square: Tensor, flag: Tensor | None) -> Tensor:
+    """The sum over all ranks; `flag` rides along."""
+    values = square[None] if flag is None else torch.stack([square, flag.to(square.dtype)])
+    dist.all_reduce(values)
+    if flag is not None:
+        flag.copy_(values[1].clamp(max=1))
+    return values[0]
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:

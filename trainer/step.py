@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comms.symmetric_memory import exchanges
+from comms.symmetric_memory import exchanges, overflow_flag
 from moe.layer import BalanceScale, MoE
 from moe.load_balance import update_expert_bias
 from parallel.mesh import Mesh
@@ -27,7 +27,7 @@ from trainer.data import Batch
 from trainer.loss import count_valid
 from trainer.models.multi_token import labels_ahead
 from trainer.models.transformer import ModelOutput
-from trainer.optim import clip_grad_norm, ensure_gradients
+from trainer.optim import clip_grad_norm, ensure_gradients, update
 
 
 class StepResult(NamedTuple):
@@ -49,6 +49,8 @@ class StepResult(NamedTuple):
     updated: bool
     # Mean over depths of the mean cross-entropy per valid label of the tokens further ahead, without its weight.
     mtp_loss: Tensor | None = None
+    # 1 where rows or pairs found no room on any rank: the device has then left the update out. None: cannot happen.
+    no_room: Tensor | None = None
 
 
 def train_step(
@@ -90,17 +92,18 @@ def train_step(
     loss, mtp_loss, aux_loss, z_loss, dropped = sums.unbind()
     ensure_gradients(model)
     sum_shared_gradients(model, mesh)
-    grad_norm = clip_grad_norm(model, config.optim.max_grad_norm)
+    no_room = overflow_flag()
+    grad_norm = clip_grad_norm(model, config.optim.max_grad_norm, no_room)
     updated = may_update is None or may_update(loss, grad_norm)
     # The host has waited for this step: what its exchanges met is known.
     for exchange in exchanges():
         exchange.check()
     if updated:
-        optimizer.step()
-        move_expert_bias(model, counts)
+        update(optimizer, no_room)
+        move_expert_bias(model, counts, no_room)
     optimizer.zero_grad(set_to_none=True)
     further = None if num_further_M is None else mtp_loss
-    return StepResult(loss, aux_loss, z_loss, grad_norm, counts, dropped, num_tokens, updated, further)
+    return StepResult(loss, aux_loss, z_loss, grad_norm, counts, dropped, num_tokens, updated, further, no_room)
 
 
 def forward(
@@ -167,11 +170,15 @@ def sum_over(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         dist.all_reduce(tensor, group=group)
 
 
-def move_expert_bias(model: nn.Module, counts_LE: Tensor | None) -> None:
-    """Update the balancing bias of every MoE layer that has one, from the counts of the whole optimizer step."""
+def move_expert_bias(model: nn.Module, counts_LE: Tensor | None, skip: Tensor | None = None) -> None:
+    """Update the balancing bias of every MoE layer that has one, from the counts of the whole optimizer step.
+
+    `skip`: as `trainer.optim.update` has it.
+    """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     for index, layer in enumerate(layers):
         if layer.expert_bias is not None and layer.config.bias_update_rate:
             assert counts_LE is not None
             rate = layer.config.bias_update_rate
-            layer.expert_bias.copy_(update_expert_bias(layer.expert_bias, counts_LE[index], rate))
+            bias_E = update_expert_bias(layer.expert_bias, counts_LE[index], rate)
+            layer.expert_bias.copy_(bias_E if skip is None else torch.where(skip > 0, layer.expert_bias, bias_E))

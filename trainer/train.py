@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from comms.symmetric_memory import NoRoomError
 from parallel.mesh import build_mesh
 from parallel.process_group import process_group
 from trainer.banner import describe_async_tp, describe_data, describe_exchange, describe_run
@@ -31,7 +32,7 @@ from trainer.config import Config
 from trainer.data import build_eval_sets, build_train_loader
 from trainer.evaluate import EvalResult, evaluate
 from trainer.generate import generate
-from trainer.guard import FAILED, NonFinitePolicy, StopSignal
+from trainer.guard import FAILED, NonFinitePolicy, RoomCheck, StopSignal
 from trainer.hf_config import HF_PREFIX
 from trainer.hf_run import export_run, inherit_source, start_from
 from trainer.install_check import check_one_root
@@ -91,7 +92,11 @@ def _attempt(config: Config, overrides: Sequence[str], device: torch.device, loc
             # Only here: once the loop runs, the same kind of exception is a fault of ours and needs its traceback.
             code, message = 2, str(error)
             exit_with_mistake(error)
-        state, code = trainer.evaluate_only() if config.train.eval_only else trainer.train(), 0
+        try:
+            state, code = trainer.evaluate_only() if config.train.eval_only else trainer.train(), 0
+        except NoRoomError as error:
+            code, message = 2, f"{error}. Weights are those before: no update was made with what found no room"
+            exit_with_mistake(NoRoomError(message))
     except (Exception, KeyboardInterrupt) as error:
         message = repr(error)
         # At once: torchrun may end this process before Python gets to its traceback.
@@ -144,6 +149,7 @@ class Trainer:
         )
         self.stop = StopSignal(device)
         self.may_update = NonFinitePolicy(config.guard, self.metrics.say)
+        self.room = RoomCheck(peers)
         self.restore()
         if config.train.eval_only:
             self.check_evaluable()
@@ -269,6 +275,7 @@ class Trainer:
                 metrics.say(f"{signal}: saved step {self.step} and stopped; {same} continues the run")
                 self.checkpointer.wait()
                 return "preempted"
+        self.check_room()
         self.checkpointer.wait()
         if config.checkpoint.export_hf:
             self.export()
@@ -283,10 +290,21 @@ class Trainer:
         with self.metrics.waiting_for_data():
             batches = self.loader.next_step()
         result = train_step(self.model, self.optimizer, batches, self.mesh, self.config, self.may_update)
+        # Of the step before: by now that is known without a wait.
+        self.check_room()
+        self.room.note(result.no_room)
         self.step += 1
         if said := self.model.async_tp.check_compiled():
             self.metrics.say(said)
         return result, lr
+
+    def check_room(self) -> None:
+        """Raises NoRoomError where rows or pairs of the last step found no room; its update was then left out."""
+        try:
+            self.room.check()
+        except NoRoomError:
+            self.step -= 1
+            raise
 
     def is_due(self, every: int | None, last: bool) -> bool:
         """Every so many steps and at the end; 0 means only at the end, None never."""
@@ -302,6 +320,8 @@ class Trainer:
                 name: evaluate(self.model, batches, self.mesh, bytes_V, mask)
                 for name, batches in self.eval_sets.items()
             }
+        self.check_room()
+        self.room.check_now()
         for name, result in results.items():
             bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
             self.metrics.say(f"step {self.step}  held-out set '{name}': loss {result.loss:.4f}{bits}")
@@ -315,6 +335,7 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint of this step."""
         assert self.loader is not None
+        self.check_room()
         with self.metrics.pause():
             extra = {
                 "step": self.step,

@@ -133,7 +133,7 @@ def gradients_averaged() -> Iterator[None]:
 def norm_misses_other_shards() -> Iterator[None]:
     """The gradient norm is that of this rank's shards."""
 
-    def clip(model: nn.Module, max_norm: float) -> Tensor:
+    def clip(model: nn.Module, max_norm: float, _: Tensor | None = None) -> Tensor:
         shards = [parameter.grad.to_local() for parameter in model.parameters()]
         total = torch.stack([shard.square().sum() for shard in shards]).sum().sqrt()
         dist.broadcast(total, 0)
@@ -254,7 +254,7 @@ def clipped_by_own_norm() -> Iterator[None]:
     """Each rank scales its gradients by a factor from the norm of its own shards; the norm that is told is right."""
     original = trainer.step.clip_grad_norm
 
-    def clip(model: nn.Module, max_norm: float) -> Tensor:
+    def clip(model: nn.Module, max_norm: float, _: Tensor | None = None) -> Tensor:
         norm = original(model, 0.0)
         shards = [parameter.grad.to_local() for parameter in model.parameters()]
         own = torch.stack([shard.square().sum() for shard in shards]).sum().sqrt()

@@ -1,6 +1,7 @@
 """The optimizer and the norm over parameters that live on two different meshes, as with expert parallelism."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -54,6 +55,19 @@ def _train(sharded: bool) -> tuple[list[float], dict[str, torch.Tensor], int, li
 
 def _train_sharded() -> tuple[list[float], dict[str, torch.Tensor], int, list[float]]:
     return _train(sharded=True)
+
+
+def _norm_and_flag() -> tuple[float, float, float]:
+    """Of gradients 3 and 4, the flag set on the last ranks."""
+    model = nn.Linear(1, 1)
+    model.weight.grad, model.bias.grad = torch.full((1, 1), 3.0), torch.full((1,), 4.0)
+    flag = torch.tensor(float(dist.get_rank() > 0))
+    return clip_grad_norm(model, 0.0, flag).item(), flag.item(), clip_grad_norm(model, 0.0).item()
+
+
+def test_a_flag_travels_with_the_norm() -> None:
+    """It is 1 on every rank however many had it, and the norm is as without."""
+    assert run_workers(_norm_and_flag, 3) == [(5.0, 1.0, 5.0)] * 3
 
 
 def test_two_meshes_train_like_one_process() -> None:

@@ -338,7 +338,8 @@ def test_more_items_than_there_is_room_for_are_noted() -> None:
     ranks = make(2, 8, torch.float32)
     plan_all(ranks, all_to_the_last(2, torch.Generator()), layer=1, bound=33)
     ranks[0].check_overflow()
-    with pytest.raises(RuntimeError, match=r"plan of MoE layer 1: 34 pairs fell to rank 1.*pair_capacity by 1\.03"):
+    # 34 / MAX_TOKENS, rounded up.
+    with pytest.raises(RuntimeError, match=r"plan of MoE layer 1: 34 pairs fell to rank 1.*pair_capacity to 3\.78 or"):
         ranks[1].check_overflow()
 
 

@@ -28,7 +28,9 @@ from trainer.worker_pool import free_port
 MAX_TOKENS, WIDTH, TOP_K, EXPERTS_PER_RANK = 12, 32, 3, 2
 
 
-def shared_exchange(folder: Path, layout: ArenaLayout) -> Exchange:
+def shared_exchange(
+    folder: Path, layout: ArenaLayout, max_tokens: int = MAX_TOKENS, items_per_token: int = 1
+) -> Exchange:
     """Arenas in files, flags zero and rows poisoned. Collective."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     own = torch.full((layout.num_bytes,), 255, dtype=torch.uint8)
@@ -45,7 +47,8 @@ def shared_exchange(folder: Path, layout: ArenaLayout) -> Exchange:
             layout=layout,
             rank=rank,
             global_ranks=tuple(range(num_ranks)),
-            max_tokens=MAX_TOKENS,
+            max_tokens=max_tokens,
+            items_per_token=items_per_token,
             arena=arenas[rank],
             pointers=torch.tensor([arena.data_ptr() for arena in arenas]),
             state=torch.zeros(1, dtype=torch.int64),

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from comms.backend import BackendChoice
 from parallel.config import ParallelConfig
 from tests.distributed.tiny_models import QWEN3
-from trainer.banner import describe_data, describe_run, human
+from trainer.banner import describe_data, describe_exchange, describe_run, human
 from trainer.config import Config, PrecisionConfig
 
 
@@ -48,3 +49,12 @@ def test_a_low_precision_recipe_has_a_line_that_tells_how_it_runs_here() -> None
 def test_what_does_not_fit_is_told_before_anything_else() -> None:
     with pytest.raises(ValueError, match=r"needs dims that are multiples of 32"):
         banner(PrecisionConfig(recipe="mxfp8"))
+
+
+def test_the_exchange_is_told_with_its_room() -> None:
+    assert describe_exchange(BackendChoice("none", "no row leaves its rank")) == ""
+    assert (
+        describe_exchange(BackendChoice("collective", "as asked")) == "  experts  rows travel by collective: as asked"
+    )
+    told = describe_exchange(BackendChoice("symm_mem", "as asked", "an arena of 1.00 GiB per rank")).splitlines()
+    assert told == ["  experts  rows travel by symm_mem: as asked", "           an arena of 1.00 GiB per rank"]

@@ -8,8 +8,10 @@ import threading
 import pytest
 import torch
 
+from comms.symmetric_memory import ArenaLayout, NoRoomError, forget_exchanges, simulated_exchanges
 from trainer.config import GuardConfig
-from trainer.guard import FAILED, NonFinitePolicy, StopSignal
+from trainer.guard import FAILED, NonFinitePolicy, RoomCheck, StopSignal
+from trainer.peers import Peers
 
 
 def test_a_signal_sets_a_flag_and_nothing_else() -> None:
@@ -68,3 +70,22 @@ def test_skip_leaves_updates_out_up_to_a_number_in_a_row() -> None:
     with pytest.raises(RuntimeError, match=r"guard\.max_skipped=2"):
         policy(*numbers(math.nan, 1.0))
     assert len(said) == 4 and "update skipped (2 in a row" in said[1]
+
+
+def test_room_is_checked_when_asked_and_not_before() -> None:
+    room = RoomCheck(Peers())
+    room.note(None)
+    room.check()
+    room.check_now()
+    exchange = simulated_exchanges(ArenaLayout(1, 20, 20, 16, 8), 10)[0]
+    room.note(torch.tensor(0.0))
+    room.check()
+    exchange.overflow[:3] = torch.tensor([25, 20, 3])
+    room.check()
+    room.note(torch.tensor(1.0))
+    with pytest.raises(NoRoomError, match=r"25 rows came to rank 0, which has room for 20: raise comms\.capacity"):
+        room.check()
+    room.note(None)
+    with pytest.raises(NoRoomError):
+        room.check_now()
+    forget_exchanges()

@@ -199,3 +199,15 @@ def test_ep_minus_one_takes_all_the_ranks_that_the_experts_allow() -> None:
     assert fit_layout(with_settings("parallel.ep=-1 parallel.tp=2 parallel.cp=2"), 8).ep == 8
     assert fit_layout(with_settings("parallel.ep=-1 parallel.tp=2 parallel.etp=2 parallel.cp=2"), 8).ep == 4
     assert fit_layout(with_settings("parallel.ep=-1 parallel.tp=2"), 6).ep == 2
+
+
+def test_capacity_is_at_least_what_some_rank_always_receives() -> None:
+    """Of 8 experts on 4 ranks a token's 3 lie on two ranks at least."""
+    moe = "model.moe.num_experts=8 model.moe.top_k=3 comms.backend=symm_mem parallel.ep=4"
+    message = refusal(with_settings(f"{moe} comms.capacity=1.9"), 4)
+    assert "comms.capacity=1.9 is less than the 2 rows per own token" in message
+    assert "parallel.ep=4; nearest legal: 2" in message
+    fit_layout(with_settings(f"{moe} comms.capacity=2"), 4)
+    # Nothing leaves a rank that has every expert; a capacity of the experts drops pairs before.
+    fit_layout(with_settings(f"{moe} comms.capacity=1.9 parallel.ep=1"), 4)
+    fit_layout(with_settings(f"{moe} comms.capacity=0.5 model.moe.capacity_factor=0.5"), 4)

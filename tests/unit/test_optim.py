@@ -20,6 +20,7 @@ from trainer.optim import (
     learning_rate,
     parameter_groups,
     set_learning_rate,
+    update,
 )
 
 
@@ -234,6 +235,27 @@ def test_small_gradients_and_measuring_leave_gradients_as_they_are(max_norm: flo
     norm = clip_grad_norm(model, max_norm)
     assert norm > 0
     assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_an_update_that_the_device_is_to_skip_changes_nothing(name: str) -> None:
+    """Neither weights nor moments nor step counts; and with the flag at 0 it is the same update to the bit."""
+    states = []
+    for skips in ((None, None), (0.0, 0.0), (0.0, 1.0, 0.0)):
+        torch.manual_seed(0)
+        model = TinyModel()
+        optimizer = build_optimizer(model, OptimConfig(name=name, lr=0.1))
+        for skip in skips:
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).square().sum().backward()
+            if skip == 1:
+                for parameter in model.parameters():
+                    parameter.grad = None if parameter.grad is None else torch.full_like(parameter.grad, math.nan)
+            update(optimizer, None if skip is None else torch.tensor(skip))
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        states.append([*model.parameters(), *(value for value in moments if value is not None)])
+    for plain, flagged, skipped in zip(*states, strict=True):
+        assert torch.equal(plain, flagged) and torch.equal(plain, skipped)
 
 
 def test_unknown_names_are_refused() -> None:

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from comms.backend import BackendChoice, choose_backend
 from comms.config import CommsConfig
 from comms.symmetric_exchange import STEPS, describe_tag, plan_exchange, tag_of
-from comms.symmetric_memory import ArenaLayout, Exchange, forget_exchanges, plan_layout, simulated_exchanges
+from comms.symmetric_memory import (
+    ArenaLayout,
+    Exchange,
+    NoRoomError,
+    forget_exchanges,
+    overflow_flag,
+    plan_layout,
+    simulated_exchanges,
+)
+from moe.config import MoEConfig
+from moe.layer import MoE
+from parallel.expert_parallel import use_exchange
 
 
 @given(st.integers(1, 72), st.integers(0, 5000), st.integers(1, 16), st.integers(1, 9), st.floats(0.01, 80))
@@ -57,6 +68,35 @@ def test_errors_name_the_rank_of_the_run_not_of_the_group() -> None:
     found.errors[:5] = torch.tensor([1, tag_of(3, 1), 17, 1, 16 << 16])
     with pytest.raises(RuntimeError, match=r"rank 4 waited for rank 6 in dispatch of MoE layer 3 .*epoch 17.*epoch 16"):
         found.check()
+    forget_exchanges()
+
+
+def test_an_overflow_names_a_setting_that_is_enough() -> None:
+    """Three digits of need never become two of less."""
+    found = replace(exchange(), items_per_token=3)
+    flag = overflow_flag()
+    assert flag is not None and float(flag) == 0
+    found.check_overflow()
+    found.overflow[3:] = torch.tensor([121, 60, tag_of(2, 0)], dtype=torch.int32)
+    flag = overflow_flag()
+    assert flag is not None and (float(flag), flag.dtype) == (1, torch.float32)
+    with pytest.raises(NoRoomError, match=r"MoE layer 2: 121 pairs .* room for 60: raise .*pair_capacity to 4\.04 or"):
+        found.check_overflow()
+    found.overflow[:3] = torch.tensor([1001, 20, tag_of(1, 0)], dtype=torch.int32)
+    with pytest.raises(NoRoomError, match=r"MoE layer 1: 1001 rows .* room for 20: raise comms.capacity to 100\.10 or"):
+        found.check_overflow()
+    forget_exchanges()
+    assert overflow_flag() is None
+
+
+def test_pairs_have_room_for_what_was_asked_or_all_that_can_come() -> None:
+    """20 rows of up to 2 of the 4 experts here; balanced are 10 tokens x 2."""
+    config = MoEConfig(num_experts=8, top_k=2)
+    for pair_capacity, room in ((None, 40), (1.0, 20), (1.501, 31), (5.0, 40)):
+        assert MoE(replace(config, pair_capacity=pair_capacity), 8).pair_room(exchange()) == room
+    layers = [MoE(config, 8) for _ in range(2)]
+    assert "room for 20 rows and 40 (row, expert) pairs" in use_exchange(layers, exchange())
+    assert [layer.number for layer in layers] == [0, 1] and all(layer.exchange is not None for layer in layers)
     forget_exchanges()
 
 

@@ -52,7 +52,15 @@ def refusal(words: str) -> str:
             "parallel.async_tp=inductor is a pass of the compiler, and parallel.compile=false; set",
         ),
         ("parallel.tp=0", "parallel.tp=0: must be at least 1; nearest legal: 1"),
-        ("comms.capacity=2", "comms.capacity=2.0 is not available in this version; available: null"),
+        ("comms.capacity=0", "comms.capacity=0.0: must be positive"),
+        ("model.moe.pair_capacity=-1", "model.moe.pair_capacity=-1.0: must be positive"),
+        (
+            "comms.capacity=2",
+            "comms.capacity=2.0 bounds the room of comms.backend=symm_mem, and comms.backend=auto makes as much as is "
+            "needed; set comms.capacity=null, or comms.backend=symm_mem",
+        ),
+        ("model.moe.pair_capacity=2", "model.moe.pair_capacity=2.0 bounds the room of comms.backend=symm_mem"),
+        ("comms.chunks=2", "comms.chunks=2 is not available in this version; available: 1"),
         ("train.steps=0", "train.steps=0: must be at least 1; nearest legal: 1"),
         ("optim.lr=-1", "optim.lr=-1.0: must be at least 0"),
         ("optim.lr=nan", "optim.lr=nan"),
@@ -135,6 +143,15 @@ def refusal(words: str) -> str:
 )
 def test_refused_with_the_nearest_legal_choice(overrides: str, expected: str) -> None:
     assert expected in refusal(overrides)
+
+
+def test_bounds_of_the_exchange_are_those_of_symmetric_memory() -> None:
+    ours = "comms.backend=symm_mem"
+    validate(with_settings(f"{ours} comms.capacity=1.5 model.moe.pair_capacity=1"))
+    message = refusal(f"{ours} model.moe.pair_capacity=0.9")
+    assert "pair_capacity=0.9 is less than the balanced load" in message and message.endswith("nearest legal: 1")
+    validate(with_settings(f"{ours} model.moe.pair_capacity=0.9 model.moe.capacity_factor=0.8"))
+    assert "comms.backend=collective makes as much" in refusal("comms.backend=collective comms.capacity=1.5")
 
 
 def test_compose_validates() -> None:

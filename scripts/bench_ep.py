@@ -1,0 +1,339 @@
+"""Speed of one whole expert-parallel MoE layer, by each way to exchange rows and to compute experts, in one run.
+
+    python scripts/bench_ep.py                                      two GPUs; about a minute and a half
+    torchrun --nproc-per-node 2 scripts/bench_ep.py                 the same; the processes are there already
+    python scripts/bench_ep.py --shapes gpt-oss-20b --payload mxfp8 --pair-capacity 1.5
+    python scripts/bench_ep.py --experts fused,fp8_blockwise        a recipe of low precision beside bf16
+    python scripts/bench_ep.py --dry-run                            tiny sizes on 2 CPU processes, by collectives
+
+Every rank has --tokens tokens and its part of the experts (scripts/ep_sides.py), in bf16, compiled as the trainer
+compiles it. A time is the median over rounds of the slowest rank, measured on the device with launches queued before;
+`bwd` is forward with backward less forward. TFLOP/s are those of a rank's own tokens: 6 T K D F forward, twice that
+backward. `exposed` is the part of a layer's time that is not spent on the slowest rank's share of the same work without
+an exchange, so it is what communication costs, in %.
+
+Memory is of one step beyond tokens, weights, the gradient of the output and the exchange's arena, which is told apart.
+`syncs` are waits for the device and copies to the host in a profiler's trace of one step. `error` is the worse of
+output and gradient of x, ||a - b|| / ||b|| against collectives and a loop over experts in fp32. `host` is how long the
+host is busy with a step; where nothing waits for the device, that is what launches cost.
+
+The result goes into benchmarks/ep_CARD.json, one entry per shape and routing. Exit code: 0 done, 2 wrong usage; a
+process that fails, or another backend than was asked for, ends the program with its traceback.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from comms.config import CommsConfig, PayloadConfig
+from comms.symmetric_memory import forget_exchanges
+from moe.config import LOW_PRECISION
+from moe.fused_experts import tune
+from moe.layer import MoE
+from parallel.config import ParallelConfig
+from parallel.mesh import Mesh, build_mesh
+from scripts.bench_moe import memory, release, syncs
+from scripts.bench_ranks import measure_on_ranks, settle_gpus
+from scripts.bench_results import probe, result_file, stamp, write_result
+from scripts.ep_sides import (
+    BACKENDS,
+    EXPERTS,
+    Share,
+    Work,
+    alone,
+    build_layers,
+    check_ran,
+    errors,
+    layer_work,
+    received,
+    reference,
+)
+from scripts.moe_sides import ROUTINGS, SHAPES, TINY, Problem, Shape, make_problem, side_of
+from trainer.choices import AVAILABLE
+
+# Calls of one measurement, and clock cycles of the wait in which the host gets ahead of the device.
+CALLS, AHEAD = 4, 60_000_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write and show; returns the exit code."""
+    arguments = parse_arguments(argv)
+    machine = probe()
+    try:
+        settle_gpus(arguments, machine)
+        check_sizes(arguments)
+        out = result_file(arguments, "ep", machine["card"], "sides")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    entries = measure_on_ranks(measure, arguments)
+    if entries is None:
+        return 0
+    described = describe(arguments, machine)
+    results = {name: {**described, **entry} for name, entry in entries.items()}
+    for name, result in results.items():
+        if out is not None:
+            write_result(out, name, result, "sides")
+    if arguments.json:
+        print(json.dumps(results, allow_nan=False))
+    else:
+        where = "" if out is None else f"; written: {out}"
+        print(f"{arguments.nproc} x {machine['card']}, torch {machine['torch']}, {described['commit'][:12]}{where}")
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, checked; ends the process with code 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="bench_ep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nproc", type=int, help="default: all GPUs")
+    parser.add_argument("--shapes", default="Qwen3-30B-A3B,Mixtral-8x7B", help="default: %(default)s")
+    parser.add_argument("--routing", default=",".join(ROUTINGS), help="default: %(default)s")
+    parser.add_argument("--backends", help=f"default: {','.join(BACKENDS)}; collective in a dry run")
+    parser.add_argument("--experts", help=f"default: {','.join(EXPERTS)}; grouped_mm in a dry run")
+    parser.add_argument("--payload", default="model", choices=("model", "mxfp8"), help="of rows and gradients alike")
+    parser.add_argument("--chunks", type=int, default=1, help="comms.chunks; default: %(default)s")
+    parser.add_argument("--capacity", type=float, help="comms.capacity of symm_mem; default: the most that can come")
+    parser.add_argument("--pair-capacity", type=float, help="model.moe.pair_capacity of symm_mem; default: the same")
+    parser.add_argument("--num-ctas", type=int, help="thread blocks that put; default: by size")
+    parser.add_argument("--tokens", type=int, default=8192, help="per rank; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--tune", action="store_true", help="measure how to cut the fused kernels' work first")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/ep_CARD.json; none for a dry run")
+    parser.add_argument("--commit", help="commit to note; default: asked from git")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on 2 CPU processes, not compiled")
+    arguments = parser.parse_args(argv)
+    if arguments.dry_run:
+        arguments.shapes, arguments.rounds, arguments.tokens, arguments.eager = "tiny", 2, TINY.tokens, True
+    arguments.backends = arguments.backends or ("collective" if arguments.dry_run else ",".join(BACKENDS))
+    arguments.experts = arguments.experts or ("grouped_mm" if arguments.dry_run else ",".join(EXPERTS))
+    known = {"shapes": [*SHAPES, "tiny"], "routing": ROUTINGS, "backends": BACKENDS}
+    known["experts"] = [*EXPERTS, *LOW_PRECISION]
+    for option, names in known.items():
+        chosen = getattr(arguments, option).split(",")
+        if unknown := set(chosen) - set(names):
+            parser.error(f"--{option}: {', '.join(sorted(unknown))} is not known; choose from {', '.join(names)}")
+        setattr(arguments, option, chosen)
+    if arguments.rounds <= 0 or arguments.tokens <= 0:
+        parser.error("--rounds and --tokens must be positive")
+    if arguments.dry_run and (arguments.backends != ["collective"] or arguments.experts != ["grouped_mm"]):
+        parser.error("--dry-run has no GPUs: only --backends collective --experts grouped_mm")
+    available = AVAILABLE.get("comms.chunks", (arguments.chunks,))
+    if arguments.chunks < 1 or arguments.chunks not in available:
+        parser.error(f"--chunks {arguments.chunks} is not available in this version; use --chunks 1")
+    return arguments
+
+
+def check_sizes(arguments: argparse.Namespace) -> None:
+    """Raises ValueError where experts and processes do not fit."""
+    if arguments.nproc < 2:
+        raise ValueError("one process exchanges nothing: use scripts/bench_moe.py")
+    for name in arguments.shapes:
+        if shape_of(name, arguments).experts % arguments.nproc:
+            raise ValueError(f"the experts of {name} cannot be split over {arguments.nproc} processes")
+
+
+def shape_of(name: str, arguments: argparse.Namespace) -> Shape:
+    """Its sizes, with this run's tokens."""
+    return (TINY if name == "tiny" else SHAPES[name])._replace(tokens=arguments.tokens)
+
+
+def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, where, and with which code."""
+    names = ("nproc", "payload", "chunks", "capacity", "pair_capacity", "num_ctas", "rounds", "tune")
+    chosen = {name: getattr(arguments, name) for name in names}
+    return {**chosen, "compiled": not arguments.eager, **stamp(arguments, machine)}
+
+
+# ---- one rank
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """{shape and routing: entry}, alike on every rank."""
+    mesh = build_mesh(ParallelConfig(ep=dist.get_world_size(), timeout_seconds=300), device)
+    entries: dict[str, Any] = {}
+    for name in arguments.shapes:
+        for entry in measure_shape(shape_of(name, arguments), arguments, mesh):
+            key = f"{name} {entry['routing']} ep={mesh.config.ep} {arguments.payload}"
+            entries[key] = {"shape": name, **entry}
+            if dist.get_rank() == 0:
+                # As it comes: should the rest fail, this is known.
+                print(table(entries[key]), file=sys.stderr if arguments.json else sys.stdout, flush=True)
+    return entries
+
+
+def measure_shape(shape: Shape, arguments: argparse.Namespace, mesh: Mesh) -> list[dict[str, Any]]:
+    """One entry per routing; every layer is built and compiled once."""
+    torch.compiler.reset()
+    problems = [
+        make_problem(shape, routing, mesh.device, mesh.rank, mesh.world_size) for routing in arguments.routing
+    ]  # fmt: skip
+    assert mesh.ep_group is not None
+    if arguments.tune and "fused" in arguments.experts:
+        tune(shape.tokens * shape.top_k, shape.experts // mesh.config.ep, shape.dim, shape.hidden, mesh.device)
+    layers: dict[tuple[str, str], MoE] = {}
+    for backend in arguments.backends:
+        comms = comms_of(backend, arguments)
+        bound = arguments.pair_capacity if backend == "symm_mem" else None
+        built = build_layers(problems[0], arguments.experts, comms, bound, mesh, not arguments.eager)
+        layers |= {(backend, experts): layer for experts, layer in built.items()}
+    entries = [measure_layers(layers, problem, arguments, mesh) for problem in problems]
+    for entry, routing in zip(entries, arguments.routing, strict=True):
+        entry.update(routing=routing, **shape._asdict())
+    layers.clear()
+    forget_exchanges()
+    release(mesh.device)
+    return entries
+
+
+def comms_of(backend: str, arguments: argparse.Namespace) -> CommsConfig:
+    """Settings of the exchange; bounds mean something to symm_mem alone."""
+    payload = PayloadConfig(**{field.name: arguments.payload for field in fields(PayloadConfig)})
+    capacity = arguments.capacity if backend == "symm_mem" else None
+    return CommsConfig(backend, payload, capacity, arguments.chunks, arguments.num_ctas)
+
+
+def measure_layers(
+    layers: dict[tuple[str, str], MoE], problem: Problem, arguments: argparse.Namespace, mesh: Mesh
+) -> dict[str, Any]:
+    """Figures of every layer with one problem."""
+    assert mesh.ep_group is not None
+    share, exact = received(problem, mesh.ep_group), reference(problem, mesh.ep_group)
+    own = {experts: layer for (_, experts), layer in layers.items()}
+    times_alone = {
+        experts: time_work(alone(layer, problem, share), mesh.device, arguments.rounds)
+        for experts, layer in own.items()
+    }
+    sides: dict[str, Any] = {}
+    for (backend, experts), layer in layers.items():
+        side = side_of(layer)
+        found = speeds(problem.shape, time_work(layer_work(layer, problem), mesh.device, arguments.rounds))
+        found |= exposed(found, times_alone[experts])
+        found |= {name: over_ranks(value) for name, value in memory(side, problem).items()}
+        arena = None if layer.exchange is None else layer.exchange.layout.num_bytes / 2**30
+        found |= {"arena_gib": arena, "syncs": over_ranks(syncs(side, problem))}
+        found["errors"] = errors(layer, problem, exact)
+        found["error"] = max(found["errors"].values())
+        check_ran(layer, backend)
+        sides[f"{backend} {experts}"] = found
+    return {"sides": sides, "alone": times_alone, **load_of(share)}
+
+
+def load_of(share: Share) -> dict[str, list[int]]:
+    """Rows and (row, expert) pairs of each rank."""
+    return {"rows_by_rank": gathered(len(share.rows_RD)), "pairs_by_rank": gathered(int(share.num_pairs))}
+
+
+def time_work(work: Work, device: torch.device, rounds: int) -> dict[str, Any]:
+    """Milliseconds of forward (`fwd`) and forward with backward (`fwd_bwd`): of each rank, and of the slowest."""
+    found: dict[str, Any] = {}
+    # The first round compiles and warms up.
+    measured = [[measure_calls(function, device) for function in work] for _ in range(rounds + 1)][1:]
+    for name, column in zip(("fwd", "fwd_bwd"), zip(*measured, strict=True), strict=True):
+        found[f"{name}_ms_by_rank"] = gathered(statistics.median(milliseconds for milliseconds, _ in column))
+        found[f"{name}_ms"] = max(found[f"{name}_ms_by_rank"])
+        found[f"{name}_host_ms"] = max(gathered(statistics.median(host for _, host in column)))
+    return found
+
+
+def measure_calls(function: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Mean milliseconds of a call on the device, and of the host's part of it."""
+    dist.barrier()
+    calls = CALLS if device.type == "cuda" else 1
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        # The host gets ahead; then a call, after which the ranks' devices are together.
+        torch.cuda._sleep(AHEAD)
+        function()
+        begin.record()
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    host = (time.perf_counter() - start) * 1e3 / calls
+    if device.type != "cuda":
+        return host, host
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / calls, host
+
+
+def speeds(shape: Shape, times: dict[str, Any]) -> dict[str, Any]:
+    """TFLOP/s per rank beside the times."""
+    work = 6 * shape.tokens * shape.top_k * shape.dim * shape.hidden / 1e9
+    # On a CPU's tiny sizes the difference may be noise.
+    backward = max(times["fwd_bwd_ms"] - times["fwd_ms"], 1e-6)
+    found = {"fwd_tflops": work / times["fwd_ms"], "bwd_tflops": 2 * work / backward}
+    return {**times, **found, "bwd_ms": backward, "fwd_bwd_tflops": 3 * work / times["fwd_bwd_ms"]}
+
+
+def exposed(times: dict[str, Any], without: dict[str, Any]) -> dict[str, float]:
+    """Percent of a layer's time that is more than its work without an exchange."""
+    return {f"{name}_exposed": 100 * (1 - without[f"{name}_ms"] / times[f"{name}_ms"]) for name in ("fwd", "fwd_bwd")}
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every rank's. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def over_ranks(value: float | None) -> float | None:
+    """The greatest; None where there is none. Collective."""
+    return max((each for each in gathered(value) if each is not None), default=None)
+
+
+# ---- for a person
+
+
+def table(entry: dict[str, Any]) -> str:
+    """One line per side, behind what each rank received."""
+    lines = [
+        f"{entry['shape']} {entry['routing']}, TFLOP/s per GPU; rows {entry['rows_by_rank']}, "
+        f"pairs {entry['pairs_by_rank']}",
+        f"{'':22}" + "".join(f"{heading:>10}" for heading in COLUMNS.values()),
+    ]
+    for side, found in entry["sides"].items():
+        lines.append(f"{side:22}" + "".join(f"{_cell(found[key]):>10}" for key in COLUMNS))
+    for experts, found in entry["alone"].items():
+        lines.append(f"{'without exchange: ' + experts:32}{found['fwd_ms']:.3f} / {found['fwd_bwd_ms']:.3f} ms")
+    return "\n".join(lines)
+
+
+COLUMNS = {
+    "fwd_tflops": "fwd",
+    "bwd_tflops": "bwd",
+    "fwd_bwd_tflops": "f+b",
+    "fwd_ms": "fwd ms",
+    "fwd_bwd_ms": "f+b ms",
+    "fwd_exposed": "exposed %",
+    "fwd_bwd_exposed": "f+b exp %",
+    "fwd_bwd_host_ms": "host ms",
+    "peak_gib": "peak GiB",
+    "arena_gib": "arena GiB",
+    "syncs": "syncs",
+    "error": "error",
+}
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
