@@ -243,12 +243,12 @@ def _quantize_triton(
     x, values = word_view(x), values.view(torch.uint8)
     tile_rows, tile_columns = _tile(width, row_block, block)
     grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(width, tile_columns), num)
+    constants = _constants(row_block, block, tile_rows, tile_columns, x) | {"TRANSPOSED": transposed}
     with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():
         _quantize_kernel[grid](
             *(x, values, scales, rows, width, padding),
             *(x.stride(0), x.stride(1), values.stride(0), values.stride(1), scales.stride(0), scales.stride(1)),
-            **_constants(row_block, block, tile_rows, tile_columns, x),
-            **{"TRANSPOSED": transposed},
+            **constants,
         )
 
 
