@@ -69,6 +69,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--experiment", default="demo")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--recipes", default=",".join(RECIPES), help="default: %(default)s")
+    parser.add_argument("--at-once", type=int, default=1, help="runs that share a device; default: %(default)s")
     parser.add_argument("--folder", type=Path, help="where runs are kept; default: a temporary folder")
     parser.add_argument("--picture", type=Path, help="draw the curves, as SVG or PNG")
     parser.add_argument("--out", type=Path, help="default: benchmarks/recipes_CARD.json; none for a dry run")
@@ -86,8 +87,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.dry_run:
         arguments.steps = 2
         arguments.overrides += ["data.eval_samples=8", "data.tokenizer_vocab_size=300", "model.vocab_size=300"]
-    if arguments.steps <= 0:
-        parser.error("--steps must be positive")
+    if arguments.steps <= 0 or arguments.at_once <= 0:
+        parser.error("--steps and --at-once must be positive")
     return arguments
 
 
@@ -98,8 +99,9 @@ def train_all(arguments: argparse.Namespace, num_gpus: int, folder: Path) -> dic
         RuntimeError: a run failed; says where its output is.
     """
     devices: Queue[str] = Queue()
-    for number in range(max(num_gpus, 1)):
-        devices.put(str(number) if num_gpus else "")
+    places = max(num_gpus, 1) * arguments.at_once
+    for number in range(places):
+        devices.put(str(number % num_gpus) if num_gpus else "")
 
     def train(recipe: str) -> dict[str, Any]:
         device = devices.get()
@@ -108,7 +110,7 @@ def train_all(arguments: argparse.Namespace, num_gpus: int, folder: Path) -> dic
         finally:
             devices.put(device)
 
-    with ThreadPoolExecutor(max(num_gpus, 1)) as pool:
+    with ThreadPoolExecutor(places) as pool:
         return dict(zip(arguments.recipes, pool.map(train, arguments.recipes), strict=True))
 
 

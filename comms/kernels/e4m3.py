@@ -7,9 +7,9 @@ A word is an element's bits as an integer of its size. What the bytes are, codec
                 interpreter, whose cast is wrong
 
 Why the cast gives the same bytes: its argument x * 2^(127 - scale) is exact wherever it matters, so the cast is the
-only rounding. The product of an fp32 or bf16 number and a power of two is inexact only below 2^-126, and what is below
-2^-10 becomes a zero of x's sign anyway. RCEIL keeps finite products at 448 or less, so nothing saturates but Inf, which
-is to become 448; all of a block with a NaN are multiplied by NaN, and the cast's only NaN is 0x7F.
+only rounding. The product of an fp32 number and a power of two is inexact only below 2^-126, and what is below 2^-10
+becomes a zero of x's sign anyway. RCEIL keeps finite products at 448 or less, so nothing saturates but Inf, which is to
+become 448; all of a block with a NaN are multiplied by NaN, and the cast's only NaN is 0x7F.
 
 In integers, values are rounded to nearest even on their bits. e4m3 is fp32 shifted by 20 bits once y is multiplied by
 2^-120: subnormals of one are subnormals of the other. fp32 inputs first fold their low 12 bits into one sticky bit;
@@ -18,7 +18,7 @@ else the product's rounding to an fp32 subnormal would come before, and on top o
 
 # Kernels are written in Triton's language, which has no types.
 # pyright: basic
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005
+# ruff: noqa: ANN001, ANN201, ANN202
 
 import os
 
@@ -32,11 +32,6 @@ def can_cast(x: Tensor) -> bool:
     """CAST for kernels on x's device: e4m3 came with compute capability 8.9."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return x.is_cuda and not interpreted and torch.cuda.get_device_capability(x.device) >= (8, 9)
-
-
-def can_pair(x: Tensor) -> bool:
-    """PAIRS for kernels on x's device: two neighbouring words of bf16 in one register, and instructions for both."""
-    return x.dtype == torch.int16 and can_cast(x) and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 @triton.jit
@@ -67,23 +62,18 @@ def scale_byte(amax, WORD: tl.constexpr):
 
 
 @triton.jit
-def factor_bits(scale):
-    """fp32 bits of 2^(127 - scale), of 0 for scale 0, of NaN for 255; bf16 holds it too."""
-    factor = (254 - scale) << 23
-    # One bit makes 2^-127 of the 0 for Inf (254), and NaN of the -Inf for NaN (255).
-    return tl.where(scale >= 254, factor | 0x00400000, tl.where(scale == 0, 0, factor))
-
-
-@triton.jit
 def encode(word, scale, CAST: tl.constexpr):
     """e4m3 codes of words over 2^(scale - 127); scale broadcasts."""
-    factor = factor_bits(scale).to(tl.float32, bitcast=True)
+    factor = (254 - scale) << 23
+    # One bit makes 2^-127 of the 0 for Inf (254), and NaN of the -Inf for NaN (255).
+    factor = tl.where(scale >= 254, factor | 0x00400000, tl.where(scale == 0, 0, factor))
+    factor = factor.to(tl.float32, bitcast=True)
     if CAST:
         if word.dtype == tl.int16:
             x = word.to(tl.bfloat16, bitcast=True).to(tl.float32)
         else:
             x = word.to(tl.float32, bitcast=True)
-        return cast(x * factor)
+        return (x * factor).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         return _encode_in_integers(word, factor, scale)
 
@@ -103,49 +93,6 @@ def _encode_in_integers(word, factor, scale):
     # The code in the topmost byte: taking that byte is part of packing bytes, where a shift would cost an instruction.
     top = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) << 4) | (bits & sign)
     return (top.to(tl.uint32, bitcast=True) >> 24).to(tl.uint8)
-
-
-@triton.jit
-def pairs(word):
-    """(..., C) words of bf16 as (..., C / 2) int32, the left one in the low half. Takes no instruction."""
-    twice = tl.inline_asm_elementwise("mov.b32 $0, $2; mov.b32 $1, $2;", "=r,=r,r", [word], tl.int32, True, 2)
-    pair, _ = tl.split(tl.reshape(twice, word.shape[:-1] + [word.shape[-1] // 2, 2]))
-    return pair
-
-
-@triton.jit
-def larger_of_pairs(pair, other):
-    """The maximum of each half; they must not be negative."""
-    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [pair, other], tl.int32, True, 1)
-
-
-@triton.jit
-def halves(pair):
-    """Both halves as int32, not sign-extended."""
-    return pair & 0xFFFF, (pair >> 16) & 0xFFFF
-
-
-@triton.jit
-def scale_of_half(amax):
-    """`scale_byte` of a half, in fewer instructions."""
-    amax = amax << 16
-    # Inf becomes 262 and NaN 263, 8 more than their scales; finite numbers, 0x10000 and more below, become negative.
-    special = tl.minimum(amax - (0x7F800000 - 262), 263)
-    return tl.maximum(tl.maximum((amax + 0x1FFFFF) >> 23, special), 8) - 8
-
-
-@triton.jit
-def product_of_pairs(pair, factor):
-    """(..., C) fp32 numbers: bf16 products of pairs (..., C / 2)."""
-    y = tl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1)
-    both = tl.join(y << 16, y & -65536)  # type: ignore[operator]
-    return tl.reshape(both, pair.shape[:-1] + [2 * pair.shape[-1]]).to(tl.float32, bitcast=True)  # type: ignore
-
-
-@triton.jit
-def cast(x):
-    """e4m3 codes of fp32 numbers."""
-    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ N matrices.
 
 # Kernels are written in Triton's language, which has no types.
 # pyright: basic
-# ruff: noqa: ANN001, ANN202, RUF005
+# ruff: noqa: ANN001, ANN202
 
 import os
 from typing import Any
@@ -28,20 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from comms.kernels.codec import quantize_reference, word_view
-from comms.kernels.e4m3 import (
-    absolute,
-    can_cast,
-    can_pair,
-    cast,
-    encode,
-    factor_bits,
-    halves,
-    larger_of_pairs,
-    pairs,
-    product_of_pairs,
-    scale_byte,
-    scale_of_half,
-)
+from comms.kernels.e4m3 import absolute, can_cast, encode, scale_byte
 
 BLOCK = 32
 # A program's tile: blocks of places, groups of GROUP_COLUMNS columns, warps; and how many tiles of the same columns are
@@ -50,9 +37,6 @@ BLOCK = 32
 GROUP_COLUMNS = 64
 COLUMNS_TILE = (8, 1, 8, 4)
 BOTH_TILE = (4, 1, 4, 1)
-# Registers of a thread that codes both directions of bf16 in pairs: with these, 32 warps fit on a Hopper SM, where the
-# compiler's own choice makes it 20, and nothing is spilled.
-BOTH_REGISTERS: int | None = 64
 
 
 def num_places(num_pairs: int, num_experts: int, align: int) -> int:
@@ -188,12 +172,9 @@ def _launch(x: Tensor, places_Q: Tensor | None, rows: tuple[Tensor, ...], column
     row_values, row_scales = (out if out.dim() == 3 else out[None] for out in rows) if rows else (values, scales)
     blocks, groups, warps, together = BOTH_TILE if rows else COLUMNS_TILE
     tiles = triton.cdiv(width, groups * GROUP_COLUMNS) * triton.cdiv(size, blocks * BLOCK)
-    constants: dict[str, Any] = {"GATHER": places_Q is not None, "ROWS": bool(rows)}
-    constants |= {"CAST": can_cast(x), "PAIRS": can_pair(x)}
+    constants: dict[str, Any] = {"GATHER": places_Q is not None, "ROWS": bool(rows), "CAST": can_cast(x)}
     constants |= {"BLOCKS": blocks, "GROUPS": groups, "GROUP_COLUMNS": GROUP_COLUMNS}
     constants |= {"TOGETHER": together, "num_warps": warps}
-    if rows and constants["PAIRS"] and BOTH_REGISTERS:
-        constants["maxnreg"] = BOTH_REGISTERS
     with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():
         _gathered_kernel[(tiles, num)](
             *(x, places_Q, row_values.view(torch.uint8), row_scales, values.view(torch.uint8), scales),
@@ -217,7 +198,6 @@ def _gathered_kernel(
     GATHER: tl.constexpr,
     ROWS: tl.constexpr,
     CAST: tl.constexpr,
-    PAIRS: tl.constexpr,
     BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_COLUMNS: tl.constexpr,
@@ -229,117 +209,62 @@ def _gathered_kernel(
     this order Triton deals them out so that a warp has whole blocks, its lanes standing for parts and 16 bytes of a
     row, and a thread has neighbouring places of each of its columns: no block is shared between warps, and codes to be
     transposed move through shared memory in words.
-
-    With PAIRS a thread keeps two neighbouring columns of bf16 in a register, takes maxima of both at once, and products
-    too (exact in bf16, as the factor is a power of two). fp32 numbers then live only from a product to its cast.
     """
     HELD: tl.constexpr = GROUP_COLUMNS // 8
-    tiles, first = tl.cdiv(width, GROUPS * GROUP_COLUMNS), tl.program_id(0)
-    first_place, first_column = first // tiles, first % tiles
-    if TOGETHER > 1:
-        rows_of_tiles = tl.cdiv(size, BLOCKS * 32)
-        first_place, first_column = tl.swizzle2d(first_place, first_column, rows_of_tiles, tiles, TOGETHER)
+    tiles, rows_of_tiles = tl.cdiv(width, GROUPS * GROUP_COLUMNS), tl.cdiv(size, BLOCKS * 32)
+    first = tl.program_id(0)
+    first_place, first_column = tl.swizzle2d(first // tiles, first % tiles, rows_of_tiles, tiles, TOGETHER)
     first_place, first_column = first_place * BLOCKS * 32, first_column * GROUPS * GROUP_COLUMNS
     matrix = tl.program_id(1).to(tl.int64)
-    # Addresses are a program's, then a thread's, then steps of rows: so most 64-bit arithmetic is done once.
     column = GROUP_COLUMNS * tl.arange(0, GROUPS)[:, None, None] + tl.arange(0, GROUP_COLUMNS)[None, None, :]
     # Eight at once: codes of rows are then written from where their words were read to, without an exchange.
-    column = tl.max_contiguous(column[None, None, :, :, :], [1, 1, 1, 1, 8])
-    part = HELD * tl.arange(0, 32 // HELD)[:, None, None] + 32 * tl.arange(0, BLOCKS)[None, :, None]
-    held = tl.arange(0, HELD)[None, None, :]
-    placed = first_place + part + held < size
-    x += matrix * x_matrix + first_column
-    inside = first_column + column < width
+    column = tl.max_contiguous((first_column + column)[None, None, :, :, :], [1, 1, 1, 1, 8])
+    place = HELD * tl.arange(0, 32 // HELD)[:, None, None] + 32 * tl.arange(0, BLOCKS)[None, :, None]
+    place = first_place + place + tl.arange(0, HELD)[None, None, :]
     if GATHER:
-        row = tl.load(places + first_place + part + held, mask=placed, other=-1)[:, :, None, :, None]
-        part, held, placed = part[:, :, None, :, None], held[:, :, None, :, None], placed[:, :, None, :, None]
-        word = tl.load(x + column + row.to(tl.int64) * x_row, mask=(row >= 0) & inside, other=0)
+        row = tl.load(places + place, mask=place < size, other=-1)
     else:
-        part, held, placed = part[:, :, None, :, None], held[:, :, None, :, None], placed[:, :, None, :, None]
-        at = x + first_place.to(tl.int64) * x_row + part.to(tl.int64) * x_row + column
-        word = tl.load(at + held.to(tl.int64) * x_row, mask=placed & inside, other=0)
-    if PAIRS:
-        word = pairs(word)
+        row = tl.where(place < size, place, -1)
+    place, row = place[:, :, None, :, None], row[:, :, None, :, None]
+    at = x + matrix * x_matrix + row.to(tl.int64) * x_row + column
+    word = tl.load(at, mask=(row >= 0) & (column < width), other=0)
     # Rows first: so ordered, fewer registers are alive at once.
     if ROWS:
-        first_row = matrix * size + first_place
-        scale = _row_scales(word, PAIRS)
-        code = _encode_rows(word, scale, CAST, PAIRS)
-        at = row_values + first_row * width + first_column + part.to(tl.int64) * width + column
-        tl.store(at + held.to(tl.int64) * width, code, mask=placed & inside)
-        blocks = tl.cdiv(width, 32)
-        block = tl.arange(0, GROUPS * GROUP_COLUMNS // 32).reshape(1, 1, GROUPS, 1, GROUP_COLUMNS // 32)
-        at = row_scales + first_row * blocks + first_column // 32 + part.to(tl.int64) * blocks + block
-        inside = first_column + block * 32 < width
-        tl.store(at + held.to(tl.int64) * blocks, scale.to(tl.uint8), mask=placed & inside)
-    scale = _column_scales(word, PAIRS)
-    code = _encode_columns(word, scale, CAST, PAIRS)
-    scale = tl.reshape(tl.permute(scale.to(tl.uint8), (1, 2, 0)), [GROUPS * GROUP_COLUMNS, BLOCKS])
-    column = tl.arange(0, GROUPS * GROUP_COLUMNS)[:, None]
-    place, block = tl.arange(0, BLOCKS * 32)[None, :], tl.arange(0, BLOCKS)[None, :]
-    first_row, known = matrix * width + first_column, first_column + column < width
-    at = values + first_row * size + first_place + column.to(tl.int64) * size + place
-    tl.store(at, code, mask=known & (first_place + place < size))
-    at = scales + first_row * (size // 32) + first_place // 32 + column.to(tl.int64) * (size // 32) + block
-    tl.store(at, scale, mask=known & (first_place + block * 32 < size))
+        _store_rows(word, row_values, row_scales, matrix * size, place, column, first_column, size, width, CAST)
+    _store_columns(word, values, scales, matrix * width, first_place, first_column, size, width, CAST)
 
 
 @triton.jit
-def _row_scales(word, PAIRS: tl.constexpr):
-    """Scales (parts, blocks, groups, held, columns / 32) of 32 columns each."""
-    if PAIRS:
-        PARTS: tl.constexpr = word.shape[:3]
-        BLOCKS: tl.constexpr = word.shape[4] // 16
-        # Within a thread; then two rows together, which halves what lanes exchange.
-        pair = tl.reshape(word & 0x7FFF7FFF, PARTS + [word.shape[3] // 2, 2, BLOCKS, 4, 4])
-        pair = tl.reduce(pair, 7, larger_of_pairs)
-        even, odd = tl.split(tl.permute(pair, (0, 1, 2, 3, 5, 6, 4)))
-        pair = larger_of_pairs((even & 0xFFFF) | (odd << 16), ((even >> 16) & 0xFFFF) | (odd & -65536))
-        even, odd = halves(tl.reduce(pair, 5, larger_of_pairs))
-        both = tl.permute(tl.join(even, odd), (0, 1, 2, 3, 5, 4))
-        return scale_of_half(tl.reshape(both, PARTS + [word.shape[3], BLOCKS]))
-    else:
-        words = tl.reshape(word, word.shape[:4] + [word.shape[4] // 32, 32])
-        return scale_byte(tl.max(absolute(words), axis=5), word.dtype)
+def _store_rows(word, values, scales, start, place, column, first_column, size, width, CAST: tl.constexpr):
+    """Code the tile in blocks along the rows; `start` is the matrix's first row."""
+    BLOCKS: tl.constexpr = word.shape[4] // 32
+    words = tl.reshape(word, [word.shape[0], word.shape[1], word.shape[2], word.shape[3], BLOCKS, 32])
+    scale = scale_byte(tl.max(absolute(words), axis=5), word.dtype)
+    code = tl.reshape(encode(words, scale[:, :, :, :, :, None], CAST), word.shape)
+    row = (start + place).to(tl.int64)
+    tl.store(values + row * width + column, code, mask=(place < size) & (column < width))
+    block = BLOCKS * tl.arange(0, word.shape[2])[:, None, None] + tl.arange(0, BLOCKS)[None, None, :]
+    block = (first_column // 32 + block)[None, None, :, :, :]
+    at = scales + row * tl.cdiv(width, 32) + block
+    tl.store(at, scale.to(tl.uint8), mask=(place < size) & (block * 32 < width))
 
 
 @triton.jit
-def _column_scales(word, PAIRS: tl.constexpr):
-    """Scales (blocks, groups, columns) of each column in each block."""
+def _store_columns(word, values, scales, start, first_place, first_column, size, width, CAST: tl.constexpr):
+    """Code the tile in blocks along the places and transpose it; `start` is the matrix's first row of columns."""
+    BLOCKS: tl.constexpr = word.shape[1]
+    TILE_COLUMNS: tl.constexpr = word.shape[2] * word.shape[4]
     # A maximum within the thread, then one over its neighbours.
-    if PAIRS:
-        pair = tl.reduce(tl.reduce(word & 0x7FFF7FFF, 3, larger_of_pairs), 0, larger_of_pairs)
-        left, right = halves(pair)  # type: ignore
-        return scale_of_half(tl.reshape(tl.join(left, right), [pair.shape[0], pair.shape[1], 2 * pair.shape[2]]))
-    else:
-        return scale_byte(tl.max(tl.max(absolute(word), axis=3), axis=0), word.dtype)
-
-
-@triton.jit
-def _encode_rows(word, scale, CAST: tl.constexpr, PAIRS: tl.constexpr):
-    """Codes (parts, blocks, groups, held, columns) under the rows' scales."""
-    BLOCKS: tl.constexpr = scale.shape[4]
-    words = tl.reshape(word, word.shape[:4] + [BLOCKS, word.shape[4] // BLOCKS])
-    if PAIRS:
-        factor = factor_bits(scale)[:, :, :, :, :, None]
-        code = cast(product_of_pairs(words, factor | ((factor >> 16) & 0xFFFF)))
-    else:
-        code = encode(words, scale[:, :, :, :, :, None], CAST)
-    return tl.reshape(code, word.shape[:4] + [32 * BLOCKS])
-
-
-@triton.jit
-def _encode_columns(word, scale, CAST: tl.constexpr, PAIRS: tl.constexpr):
-    """Codes (groups * columns, blocks * 32) under the columns' scales."""
-    if PAIRS:
-        left, right = tl.split(tl.reshape(factor_bits(scale), word.shape[1:3] + [word.shape[4], 2]))
-        factor = ((left >> 16) & 0xFFFF) | right
-        word = product_of_pairs(word, factor[None, :, :, None, :])
-        code = cast(_four_rows_together(word))
-    else:
-        code = encode(_four_rows_together(word), scale[None, :, :, None, :, None, None], CAST)
-    code = tl.permute(code, (2, 4, 1, 0, 3, 5, 6))
-    return tl.reshape(code, [word.shape[2] * word.shape[4], word.shape[1] * 32])
+    scale = scale_byte(tl.max(tl.max(absolute(word), axis=3), axis=0), word.dtype)
+    code = encode(_four_rows_together(word), scale[None, :, :, None, :, None, None], CAST)
+    code = tl.reshape(tl.permute(code, (2, 4, 1, 0, 3, 5, 6)), [TILE_COLUMNS, BLOCKS * 32])
+    column = first_column + tl.arange(0, TILE_COLUMNS)[:, None]
+    place = first_place + tl.arange(0, BLOCKS * 32)[None, :]
+    row = (start + column).to(tl.int64)
+    tl.store(values + row * size + place, code, mask=(column < width) & (place < size))
+    scale = tl.reshape(tl.permute(scale.to(tl.uint8), (1, 2, 0)), [TILE_COLUMNS, BLOCKS])
+    block = first_place // 32 + tl.arange(0, BLOCKS)[None, :]
+    tl.store(scales + row * (size // 32) + block, scale, mask=(column < width) & (block * 32 < size))
 
 
 @triton.jit

@@ -62,7 +62,6 @@ def test_without_the_cast(dtype, monkeypatch) -> None:
     """What older cards run: integers alone."""
     monkeypatch.setattr(codec, "can_cast", lambda x: False)
     monkeypatch.setattr(gathered, "can_cast", lambda x: False)
-    monkeypatch.setattr(gathered, "can_pair", lambda x: False)
     x = awkward(dtype, 320, 288)
     coded = quantize(x.cuda(), 1, 32)
     assert_same(coded, quantize_reference(x, 1, 32))
