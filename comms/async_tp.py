@@ -15,9 +15,8 @@ one gather. A weight's gradient is one product over all rows: it accumulates in 
 
 The order of work: a gather multiplies this rank's rows first, then those of the ranks after it as they come; a scatter
 computes for the ranks after it first and for itself last. Neither shows in results: rows are put in their places, and
-parts are rounded to the dtype of x, then summed in fp32 in ascending rank order and rounded once. (Of two GPUs, the own
-part is added by its own product, which spares it the first rounding.) Few rows take the plain path: a collective, and
-then the product, or the other way round; forward's gathered rows are then kept.
+parts are rounded to the dtype of x, then summed in fp32 in ascending rank order and rounded once. Few rows take the
+plain path: a collective and then the product, or the other way round; forward's gathered rows are then kept.
 
 Shapes: O whatever comes before the split dim, R rows of one rank's shard, C = N * R rows of all ranks, X and Y widths.
 """
@@ -273,9 +272,9 @@ def _scatter_products(transport: Transport, xs: Sequence[Tensor], weights: Seque
     width = weights[0].shape[1]
     with closing(transport.scatter((outer, num_rows, width), like)) as outbox:
         for rows in outbox.blocks():
-            space, holds_parts = outbox.space(rows)
+            space = outbox.space(rows)
             for number, (x, weight) in enumerate(zip(xs, weights, strict=True)):
-                _multiply(x[:, rows], weight, space, add=holds_parts or number > 0)
+                _multiply(x[:, rows], weight, space, add=number > 0)
             outbox.send(rows)
         return _sum_ascending(outbox.parts()).view(outer, -1, width)
 
@@ -299,8 +298,6 @@ def _multiply(x_ORX: Tensor, weight_XY: Tensor, out_ORY: Tensor, add: bool = Fal
 def _sum_ascending(parts_NSX: Tensor) -> Tensor:
     """(S, X): the sum over ranks in fp32 (fp64 for fp64), in ascending order, rounded once."""
     size, num_rows, width = parts_NSX.shape
-    if size == 1:
-        return parts_NSX[0]
     if size == 2:
         # Two bf16 are added in fp32 and rounded once.
         return parts_NSX[0] + parts_NSX[1]

@@ -1,7 +1,7 @@
 """Rows between GPUs that map each other's memory: copy engines push pieces into the peers' buffers, signals say when.
 
 Each group has two lanes, one for gathers and one for scatters, so that one of each may be under way. A lane is a buffer
-in symmetric memory, streams of its own, and flags of one word per (channel, rank):
+in symmetric memory, a stream of its own, and flags of one word per (channel, rank):
 
     gather    buffer (O, N * R, X): rank r writes its shard at its place in everybody's whole
     scatter   buffer (N, O, R, X): rank r writes its part of q's rows at place r of q's buffer
@@ -9,8 +9,7 @@ in symmetric memory, streams of its own, and flags of one word per (channel, ran
     sender    lane:     wait for the receiver's credit, copy a piece, signal it; next piece; next receiver
     receiver  compute:  wait for a piece's signal, multiply it; ... after the last read, give the credit back
 
-Copies need no thread blocks, and pieces are read where they arrived. Of two ranks, the other's part of a sum is copied
-on, and this rank's product is added to it where it is computed: no pass over both comes after.
+Copies need no thread blocks, and pieces are read where they arrived.
 
 A signal is one word that the sender turns from 0 to 1 (after its copies, at system scope) and the receiver back:
 nothing is ever reset, so a captured graph can replay. The first use of a buffer needs no credit. Waits are bounded by
@@ -53,18 +52,17 @@ class Handle(Protocol):
 
 
 class Lane:
-    """One buffer per rank, two streams, and who waits for whom.
+    """One buffer per rank, a stream, and who waits for whom.
 
     Args:
         allocate: bytes -> the handle of a new symmetric buffer. Collective.
-        streams: what copies to others, and copies of what came, run on; None (tests on CPUs): where they are issued.
+        stream: what copies run on; None (tests on CPUs): where they are issued.
     """
 
     def __init__(
-        self, rank: int, size: int, allocate: Callable[[int], Handle], streams: Any, timeout_seconds: float
+        self, rank: int, size: int, allocate: Callable[[int], Handle], stream: Any, timeout_seconds: float
     ) -> None:
-        self.rank, self.size = rank, size
-        self.stream, self.inward = (None, None) if streams is None else streams
+        self.rank, self.size, self.stream = rank, size, stream
         self.timeout_ms = max(int(timeout_seconds * 1000), 1)
         self._allocate = allocate
         self._handle: Handle | None = None
@@ -97,26 +95,6 @@ class Lane:
             return nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self.stream)
-
-    def copy_in(self, source_rank: int, number: int, piece: Tensor, place: Tensor) -> Any:
-        """Copy a piece once it has come, beside everything else; returns what `wait_for` waits for."""
-        if self.inward is None:
-            self.wait_piece(source_rank, number)
-            place.copy_(piece)
-            return None
-        if number == 0:
-            # Memory of `place` may have been another's until here.
-            self.inward.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.inward):
-            self.wait_piece(source_rank, number)
-            for source, target in zip(piece, place, strict=True):
-                target.copy_(source)
-        return self.inward.record_event()
-
-    def wait_for(self, mark: Any) -> None:
-        """What the current stream is given from here on runs after the mark."""
-        if mark is not None:
-            torch.cuda.current_stream().wait_event(mark)
 
     def join(self) -> None:
         """What the current stream is given from here on runs after the lane's copies."""
@@ -223,38 +201,19 @@ class _BufferOutbox:
         self.buffer = lane.view(lane.rank, self.shape, like.dtype)
         # Kept until the lane has copied them.
         self.spaces: dict[int, Tensor] = {}
-        # Of two ranks: the sum, and for each piece when the other's part is in it.
-        self.total = like.new_empty(outer, self.num_rows, width) if lane.size == 2 else None
-        self.ready: list[Any] = []
-        if self.total is not None and lane.inward is not None:
-            self.ready = self._copy_parts(self.total)
 
     def blocks(self) -> Iterator[slice]:
         for rank in (*after(self.lane.rank, self.lane.size), self.lane.rank):
             for piece in self.pieces:
                 yield rows_of(rank, self.num_rows, piece)
 
-    def space(self, rows: slice) -> tuple[Tensor, bool]:
+    def space(self, rows: slice) -> Tensor:
         rank, first = divmod(rows.start, self.num_rows)
         if rank == self.lane.rank:
-            place = slice(first, first + rows.stop - rows.start)
-            if self.total is None:
-                return self.buffer[rank, :, place], False
-            # Without streams of their own, copies wait where they are issued: behind what this rank sends.
-            self.ready = self.ready or self._copy_parts(self.total)
-            self.lane.wait_for(self.ready[self._number(first)])
-            return self.total[:, place], True
+            return self.buffer[rank, :, first : first + rows.stop - rows.start]
         space = self.like.new_empty(self.shape[1], rows.stop - rows.start, self.shape[3])
         self.spaces[rows.start] = space
-        return space, False
-
-    def _copy_parts(self, total: Tensor) -> list[Any]:
-        """Of two ranks: the other's part to where this one's is added, piece by piece."""
-        other = 1 - self.lane.rank
-        return [
-            self.lane.copy_in(other, number, self.buffer[other, :, piece], total[:, piece])
-            for number, piece in enumerate(self.pieces)
-        ]
+        return space
 
     def _number(self, first: int) -> int:
         return next(number for number, piece in enumerate(self.pieces) if piece.start == first)
@@ -271,8 +230,6 @@ class _BufferOutbox:
             self.lane.push(self.spaces[rows.start], rank, theirs[:, self.pieces[number]], number)
 
     def parts(self) -> Tensor:
-        if self.total is not None:
-            return self.total.flatten(0, 1)[None]
         for source in after(self.lane.rank, self.lane.size):
             for number in range(len(self.pieces)):
                 self.lane.wait_piece(source, number)
@@ -301,8 +258,8 @@ def buffers_of(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers:
         timeout = _TIMEOUTS.get(name, DEFAULT_TIMEOUT_SECONDS)
 
         def lane() -> Lane:
-            streams = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
-            return Lane(group.rank(), group.size(), lambda size: _allocate(group, device, size), streams, timeout)
+            stream = torch.cuda.Stream(device, priority=-1)
+            return Lane(group.rank(), group.size(), lambda size: _allocate(group, device, size), stream, timeout)
 
         _BUFFERS[name] = PeerBuffers(lane(), lane())
     return _BUFFERS[name]

@@ -46,8 +46,8 @@ class Outbox(Protocol):
         """Rows of the whole whose products are wanted, in the order to compute them in."""
         ...
 
-    def space(self, rows: slice) -> tuple[Tensor, bool]:
-        """(O, rows, X) to be written; or, if the second is true, to be added to: the others' parts are in it."""
+    def space(self, rows: slice) -> Tensor:
+        """(O, rows, X) to be written."""
         ...
 
     def send(self, rows: slice) -> None:
@@ -55,10 +55,7 @@ class Outbox(Protocol):
         ...
 
     def parts(self) -> Tensor:
-        """(N, O * R, X): what each rank computed of this rank's rows; only good until `close`.
-
-        (1, O * R, X), good for ever, if they have been added up.
-        """
+        """(N, O * R, X): what each rank computed of this rank's rows; only good until `close`."""
         ...
 
     def close(self) -> None:
@@ -183,13 +180,13 @@ class _MessageOutbox:
             for piece in self.pieces:
                 yield rows_of(rank, self.num_rows, piece)
 
-    def space(self, rows: slice) -> tuple[Tensor, bool]:
+    def space(self, rows: slice) -> Tensor:
         rank, first = divmod(rows.start, self.num_rows)
         place = self.found[rank, :, first : first + rows.stop - rows.start]
         if rank == self.via.rank:
-            return place, False
+            return place
         self.spaces[rows.start] = torch.empty_like(place, memory_format=torch.contiguous_format)
-        return self.spaces[rows.start], False
+        return self.spaces[rows.start]
 
     def send(self, rows: slice) -> None:
         rank, first = divmod(rows.start, self.num_rows)
