@@ -243,7 +243,8 @@ def _quantize_triton(
     x, values = word_view(x), values.view(torch.uint8)
     tile_rows, tile_columns = _tile(width, row_block, block)
     grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(width, tile_columns), num)
-    constants = _constants(row_block, block, tile_rows, tile_columns, x) | {"TRANSPOSED": transposed}
+    constants: dict[str, Any] = _constants(row_block, block, tile_rows, tile_columns, x)
+    constants["TRANSPOSED"] = transposed
     with torch.cuda.device(x.device) if x.is_cuda else torch.no_grad():
         _quantize_kernel[grid](
             *(x, values, scales, rows, width, padding),
