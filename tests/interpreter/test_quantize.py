@@ -41,6 +41,7 @@ def test_quantize_and_back(dtype, row_block, block) -> None:
 def test_several_matrices_and_none() -> None:
     x = awkward(torch.bfloat16, 3 * 130, 140).view(3, 130, 140)
     assert_same(quantize(x, 128, 128), quantize_reference(x, 128, 128))
+    assert_same(quantize(x, 128, 128, transposed=True), quantize_reference(x.transpose(-1, -2), 128, 128))
     values, scales = quantize_reference(x, 128, 128)
     back = dequantize(values, scales, 128, 128, torch.bfloat16)
     assert_same((back,), (dequantize_reference(values, scales, 128, 128, torch.bfloat16),))

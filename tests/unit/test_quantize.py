@@ -13,6 +13,7 @@ from moe.quantize import (
     Quantized,
     fp8_rows,
     fp8_squares,
+    fp8_squares_transposed,
     mxfp8_both,
     mxfp8_columns,
     mxfp8_rows,
@@ -173,6 +174,9 @@ def test_fp8_squares() -> None:
     assert torch.equal(raw(coded.values[1, 128:, 256:].contiguous()), raw((corner / scale).to(torch.float8_e4m3fn)))
     assert torch.equal(coded.dequantize()[1, 128:, 256:], coded.values[1, 128:, 256:].bfloat16() * scale)
     turned = fp8_squares(w.transpose(1, 2).contiguous())
+    written = fp8_squares_transposed(w)
+    assert written.values.is_contiguous() and torch.equal(written.scales, turned.scales)
+    assert torch.equal(written.values.view(torch.uint8), turned.values.view(torch.uint8))
     assert torch.equal(raw(turned.values).transpose(1, 2), raw(coded.values))
     assert torch.equal(turned.scales.transpose(1, 2), coded.scales)
     assert torch.equal(coded.as_mxfp8().dequantize(), coded.dequantize())
