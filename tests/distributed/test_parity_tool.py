@@ -87,6 +87,11 @@ def test_a_worker_that_dies_is_named_and_the_next_layout_runs(capsys: pytest.Cap
         (["experimnt=qwen3_30b_a3b"], ["experimnt=", "did you mean experiment?"]),
         (["experiment=qwen3_30b_a3b", "--nproc=2"], ["--nproc=2", "did you mean nproc?"]),
         (["experiment=qwen3_30b_a3b", "tp=2"], ["tp=2", "layouts='[tp=2]'"]),
+        # Without layouts= it would be cut to 2, and beside it do nothing.
+        (["experiment=demo", "parallel.tp=4"], ["parallel.tp=4", "layouts='[tp=4]'"]),
+        (["experiment=demo", "+parallel.tp=4", "parallel.ep=2"], ["layouts='[tp=4 ep=2]'"]),
+        (["experiment=demo", "parallel.dp_shard=-1"], ["parallel.dp_shard=-1", "layouts='["]),
+        (["experiment=demo", "layouts=[cp=2]", "parallel.tp=2"], ["parallel.tp=2", "layouts='[tp=2]'"]),
         (["matrx"], ["matrx", "did you mean matrix?"]),
         (["experiment=qwen3_30b_a3b", "out=x.md"], ["out=x.md", "leave it out"]),
         (["matrix", "layouts=[tp=2]"], ["layouts=[tp=2]", "leave it out"]),
