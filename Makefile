@@ -18,7 +18,7 @@ train: setup ## Train the demo: 2 processes on CPU, or all GPUs
 	@bash scripts/demo.sh $(ARGS)
 
 test: setup ## Run the tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed tests/e2e $(ARGS)
+	@bash scripts/test.sh $(ARGS)
 
 test-gpu: setup ## Run the tests that need GPUs
 	$(BIN)/python -m pytest tests/gpu $(ARGS)

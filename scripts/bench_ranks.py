@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from parallel.process_group import process_group
-from trainer.worker_pool import free_port
+from trainer.worker_pool import WorkerPool, free_port
 
 # Gives the figures, alike on every rank; what it returns can be written as JSON.
 Measure = Callable[[argparse.Namespace, torch.device], Any]
@@ -38,6 +38,13 @@ def settle_gpus(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
 
 def measure_on_ranks(measure: Measure, arguments: argparse.Namespace) -> Any:
     """What rank 0 of --nproc processes measured; None in the other processes of torchrun."""
+    if arguments.dry_run and "RANK" not in os.environ:
+        # Forked from a process that has imported torch: a test that tries several benchmarks waits for that once.
+        pool = WorkerPool(arguments.nproc)
+        try:
+            return pool.run(measure_on_cpu, measure, arguments)[0]
+        finally:
+            pool.close()
     with tempfile.TemporaryDirectory(prefix="bench_") as folder:
         file = Path(folder) / "measured.json"
         if "RANK" in os.environ:
@@ -47,6 +54,11 @@ def measure_on_ranks(measure: Measure, arguments: argparse.Namespace) -> Any:
         else:
             spawn(run_rank, (free_port(), measure, arguments, file), nprocs=arguments.nproc)
         return json.loads(file.read_text())
+
+
+def measure_on_cpu(measure: Measure, arguments: argparse.Namespace) -> Any:
+    """In a worker of the pool: what it measured, as if read back from JSON."""
+    return json.loads(json.dumps(measure(arguments, torch.device("cpu"))))
 
 
 def run_rank(local_rank: int, port: int | None, measure: Measure, arguments: argparse.Namespace, file: Path) -> None:

@@ -3,6 +3,7 @@ with one entry per thing measured.
 """
 
 import argparse
+import functools
 import json
 import re
 import subprocess
@@ -66,6 +67,11 @@ def stamp(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str, A
 
 def probe() -> dict[str, Any]:
     """torch and the GPUs, asked in a process of its own: this one must not hold memory on a GPU."""
+    return json.loads(_probed())
+
+
+@functools.cache
+def _probed() -> str:
     code = (
         "import json, torch; n = torch.cuda.device_count(); p = torch.cuda.get_device_properties(0) if n else None;"
         "print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda, 'gpus': n,"
@@ -74,7 +80,7 @@ def probe() -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"error: torch cannot be imported by {sys.executable}:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()[-1]
 
 
 def commit() -> str:

@@ -15,8 +15,8 @@ weights (two steps are clipped), and whether ranks hold equal copies.
                     fp64 on CPUs, bf16 on GPUs
     device=NAME     cpu, cuda, or auto: GPUs where there are enough
     accumulate=N    micro-steps of each step
-    key=value       any setting of the trainer. Of the experiment's own, parallel.compile is left out on CPUs (slow)
-                    unless it is given here
+    key=value       any setting of the trainer but those sizes. Of the experiment's own, parallel.compile is left out on
+                    CPUs (slow) unless it is given here
 
 matrix compares every legal layout of 2, 4, ... nproc processes for three experiments and writes a table. It goes on
 from results=FILE (runs/parity.jsonl) where it was interrupted.
@@ -115,7 +115,20 @@ def read_words(argv: Sequence[str]) -> Words:
             own[key] = value
         elif word != "matrix":
             overrides.append(_trainer_word(word))
+    _check_no_sizes(overrides)
     return Words(DEFAULTS | own, overrides, matrix)
+
+
+def _check_no_sizes(overrides: Sequence[str]) -> None:
+    """Raises ValueError for sizes outside layouts=: beside it they would do nothing, without it be cut to 2."""
+    from trainer.parity_layouts import SIZES
+
+    keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    sizes = [word for word, key in zip(overrides, keys, strict=True) if key in {f"parallel.{axis}" for axis in SIZES}]
+    if sizes:
+        wanted = " ".join(word.lstrip("+~").removeprefix("parallel.") for word in sizes if not word.endswith("=-1"))
+        example = wanted if "=" in wanted else "tp=2 ep=2"
+        raise ValueError(f"{' '.join(sizes)}: sizes of axes belong into layouts=; write layouts='[{example}]'")
 
 
 def _trainer_word(word: str) -> str:

@@ -332,12 +332,6 @@ def _check_batch(config: Config) -> None:
         value = getattr(parallel, name)
         if value < 1 and value != -1:
             raise ValueError(f"parallel.{name}={value}: must be at least 1, or -1 for all that fit; nearest legal: 1")
-    if parallel.ep > config.model.moe.num_experts or config.model.moe.num_experts % max(parallel.ep, 1):
-        legal = either(nearest_divisors(config.model.moe.num_experts, parallel.ep))
-        raise ValueError(
-            f"parallel.ep={parallel.ep} does not divide model.moe.num_experts={config.model.moe.num_experts}; "
-            f"nearest legal: {legal}"
-        )
 
 
 def _check_data(config: Config) -> None:

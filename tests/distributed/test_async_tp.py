@@ -189,15 +189,15 @@ def many_rounds_with_delays(rounds: int) -> int:
         z = matmul_reduce_scatter(y, down, 1, world())
         time.sleep(chooser.random() * 0.004)
         grads = torch.autograd.grad(z.square().sum(), [x, weight, down])
-        if step % 20 == 0:
+        if step % 4 == 0:
             out = reduce_scatter(F.linear(plain_gather(x, [weight], 1)[0], down), 1, world())
             expected = torch.autograd.grad(out.square().sum(), [x, weight, down])
             wrong += sum(relative_error(a, b) > 1e-11 for a, b in zip(grads, expected, strict=True))
     return wrong
 
 
-def test_200_rounds_with_random_delays() -> None:
-    assert run_workers(many_rounds_with_delays, 3, 200) == [0, 0, 0]
+def test_60_rounds_with_random_delays() -> None:
+    assert run_workers(many_rounds_with_delays, 3, 60) == [0, 0, 0]
 
 
 def one_rank_fails(seconds: float) -> None:

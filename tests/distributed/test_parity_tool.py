@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from scripts import parity
 from tests.distributed.faults import FAULTS
+from tests.distributed.harness import run_workers
 from tests.distributed.traces import settled
 from trainer import parity_check, parity_matrix
 from trainer.compose import compose
@@ -87,6 +89,11 @@ def test_a_worker_that_dies_is_named_and_the_next_layout_runs(capsys: pytest.Cap
         (["experimnt=qwen3_30b_a3b"], ["experimnt=", "did you mean experiment?"]),
         (["experiment=qwen3_30b_a3b", "--nproc=2"], ["--nproc=2", "did you mean nproc?"]),
         (["experiment=qwen3_30b_a3b", "tp=2"], ["tp=2", "layouts='[tp=2]'"]),
+        # Without layouts= it would be cut to 2, and beside it do nothing.
+        (["experiment=demo", "parallel.tp=4"], ["parallel.tp=4", "layouts='[tp=4]'"]),
+        (["experiment=demo", "+parallel.tp=4", "parallel.ep=2"], ["layouts='[tp=4 ep=2]'"]),
+        (["experiment=demo", "parallel.dp_shard=-1"], ["parallel.dp_shard=-1", "layouts='["]),
+        (["experiment=demo", "layouts=[cp=2]", "parallel.tp=2"], ["parallel.tp=2", "layouts='[tp=2]'"]),
         (["matrx"], ["matrx", "did you mean matrix?"]),
         (["experiment=qwen3_30b_a3b", "out=x.md"], ["out=x.md", "leave it out"]),
         (["matrix", "layouts=[tp=2]"], ["layouts=[tp=2]", "leave it out"]),
@@ -236,6 +243,30 @@ def die_in_the_middle_of_a_sum() -> None:
     if dist.get_rank() == 1:
         os._exit(7)
     dist.all_reduce(torch.zeros(1))
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+CYCLES: list[weakref.ref[Cycle]] = []
+
+
+def leave_a_cycle() -> None:
+    CYCLES.append(weakref.ref(Cycle()))
+    assert CYCLES[-1]() is not None
+
+
+def cycles_left() -> int:
+    return sum(cycle() is not None for cycle in CYCLES)
+
+
+def test_what_a_task_left_is_gone_before_the_next() -> None:
+    """Meshes and their groups are such cycles."""
+    for _ in range(2):
+        run_workers(leave_a_cycle, 2)
+    assert run_workers(cycles_left, 2) == [0, 0]
 
 
 def wait_for_ever() -> None:

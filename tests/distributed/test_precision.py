@@ -56,7 +56,7 @@ def train(model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConf
     """Steps on one batch over and over, then an evaluation and a sample."""
     mesh = build_mesh(parallel, torch.device("cpu"))
     train = TrainConfig(global_batch_size=4, micro_batch_size=4 // mesh.batch_size, seq_len=16)
-    optim = OptimConfig(lr=5e-4, weight_decay=0.0, max_grad_norm=1.0)
+    optim = OptimConfig(lr=1e-3, weight_decay=0.0, max_grad_norm=1.0)
     config = Config(train=train, model=model, parallel=mesh.config, precision=precision, optim=optim)
     built = build_model(config, mesh)
     optimizer = build_optimizer(built, optim)
@@ -102,16 +102,16 @@ def test_layouts_equal_one_process(name: str, parallel: ParallelConfig) -> None:
 
 
 def test_training_follows_bf16_and_is_not_bf16() -> None:
-    """20 steps, from a loss of 4.5 to 0.1: never further from bf16 than 2 % of where it began (seen: 1 %).
+    """10 steps, from a loss of 4.6 to 0.25: never further from bf16 than 2 % of where it began (seen: 0.8 %).
 
     Every gradient of the first step is another one, and near. A product of quantized operands is off by 3.8 %; with
     experts alone (2 products of 14) 8 % are seen, with every linear 25 %.
     """
-    plain = run_workers(train, 1, MODEL, ParallelConfig(), PrecisionConfig(recipe="bf16"), 20)[0]
+    plain = run_workers(train, 1, MODEL, ParallelConfig(), PrecisionConfig(recipe="bf16"), 10)[0]
     assert plain.losses[-1] < 0.1 * plain.losses[0]
     near = 0.02 * plain.losses[0]
     for name, precision in PRECISIONS.items():
-        ours = run_workers(train, 1, MODEL, ParallelConfig(), precision, 20)[0]
+        ours = run_workers(train, 1, MODEL, ParallelConfig(), precision, 10)[0]
         assert ours.losses != plain.losses, name
         assert ours.losses == pytest.approx(plain.losses, abs=near, rel=0), name
         assert ours.held_out == pytest.approx(plain.held_out, abs=near, rel=0), name

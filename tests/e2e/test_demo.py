@@ -1,6 +1,6 @@
 """`make train`, shortened: its launcher and its experiment, in a bare copy of the checkout that nobody installed.
 
-The whole demo (300 steps) is for people and takes minutes; its result is in README.md. A fifth of it learns enough to
+The whole demo (240 steps) is for people and takes minutes; its result is in README.md. An eighth of it learns enough to
 tell a trainer that learns from one that does not.
 """
 
@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ROOT, columns, status
+from tests.e2e.runs import ROOT, status
 from trainer.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
-STEPS = 60
-# An untrained model needs 12 bits for each of 4096 tokens, about 3.6 a byte. 60 steps reach 2.5; the rest is for other
+STEPS = 30
+# An untrained model needs 12 bits for each of 4096 tokens, about 3.6 a byte. 30 steps reach 2.74; the rest is for other
 # versions of the standard library.
-BITS_PER_BYTE = 2.9
+BITS_PER_BYTE = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     words = (
         f"train.steps={STEPS}",
         "train.eval_every=0",
-        "optim.warmup_steps=10",
+        "optim.warmup_steps=5",
         "run.id=demo",
         "data.eval_samples=32",
     )
@@ -55,7 +55,7 @@ def test_it_learns_real_text_on_two_ranks_that_share_the_experts(demo: tuple[Pat
     assert 1.0 < last["eval/stdlib/bits_per_byte"] < BITS_PER_BYTE
     config = (run / "config.yaml").read_text()
     assert re.search(r"^  ep: 2$", config, re.MULTILINE), "the experts are divided among both"
-    assert columns(run, "train/loss", first=20, last=20)[20][0] < 7
+    assert last["train/loss"] < 7
     # 8 experts, 2 a token, every layer.
     assert [sum(layer) for layer in last["moe/tokens_per_expert"]] == [2 * 8 * 256] * 4
 

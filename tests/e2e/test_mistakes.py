@@ -13,7 +13,8 @@ from tests.e2e.runs import STEPS, Attempt, Bench, columns, contents, status
         (["optim.lrr=1"], ["optim.lrr is not a setting", "optim.lr"]),
         (["experiment=dmeo"], ["experiment=dmeo: no such option", "demo"]),
         (["optim.lr=fast"], ["optim.lr=fast", "must be float"]),
-        (["parallel.ep=3"], ["parallel.ep=3", "model.moe.num_experts=4", "2 or 4"]),
+        # 2 and 4 divide the experts, but not this one process.
+        (["parallel.ep=3"], ["parallel.ep=3 must divide", "= 1 ", "as it is: parallel.ep=1"]),
         (["parallel.ep=2"], ["parallel.ep=2", "1"]),
         (["parallel.dp_shard=2"], ["dp_shard=2", "1 processes"]),
         (["train.global_batch_size=3"], ["train.global_batch_size=3", "2 or 4"]),

@@ -44,6 +44,11 @@ def proposals(message: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "world", "reason", "proposed"),
     [
+        # 2 and 4 divide the 8 experts, but no more than one of them the processes.
+        ("parallel.ep=3", 1, "parallel.ep=3 must divide dp_shard x cp x tp = 1", ["parallel.ep=1"]),
+        ("parallel.ep=3", 2, "parallel.ep=3 must divide dp_shard x cp x tp = 2", ["parallel.ep=2"]),
+        ("parallel.ep=3", 3, "model.moe.num_experts=8 is not divisible by parallel.ep=3", ["parallel.ep=1"]),
+        ("parallel.ep=12", 12, "model.moe.num_experts=8 is not divisible by parallel.ep=12", ["parallel.ep=4"]),
         # 4 does not divide 6 heads, and 3 not the 8 processes; 8 is no better.
         ("parallel.tp=4", 8, "model.attention.num_heads=6 is not divisible by parallel.tp=4", ["parallel.tp=2"]),
         (
