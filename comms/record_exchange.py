@@ -45,17 +45,17 @@ class RecordLayout(ArenaLayout):
         """One buffer."""
         widest = max(self.row_bytes, record_bytes(self.row_bytes // 2, BLOCK)) + self.side_bytes
         rows = max(self.row_bound, self.return_bound) * aligned_record(widest, self.num_ranks)
-        return max(rows, self.num_ranks * self.count_bytes)
-
-    @property
-    def count_bytes(self) -> int:
-        """A record of counts."""
-        return aligned_record(8 * self.num_ranks, self.num_ranks)
+        return max(rows, self.num_ranks * count_bytes(self.num_ranks))
 
     @property
     def num_bytes(self) -> int:
         """All buffers."""
         return 3 * self.buffer_bytes
+
+
+def count_bytes(num_ranks: int) -> int:
+    """Bytes of a record of counts."""
+    return aligned_record(8 * num_ranks, num_ranks)
 
 
 @dataclass(frozen=True)
@@ -166,10 +166,10 @@ def plan_records(
             f"{num_tokens} tokens in one pass, and this run's exchange has room for {exchange.max_tokens} per rank "
             "(train.micro_batch_size x train.seq_len); use smaller batches, or comms.backend=collective"
         )
-    tables = exchange_record_counts(
+    slots_TN, routes, totals = exchange_record_counts(
         exchange.state, ids_TK, exchange.num_ranks, ids_per_rank, exchange.name, tag_of(layer, PLAN), item_bound
     )
-    return RecordPlan(exchange, layer, num_tokens, *tables, item_bound)
+    return RecordPlan(exchange, layer, num_tokens, slots_TN, routes, totals, item_bound)
 
 
 def dispatch_by_records(
@@ -239,7 +239,7 @@ def exchange_record_counts(
     assert num_ranks == exchange.num_ranks, (num_ranks, exchange.num_ranks)
     index_NT, sent_2N = number_rows(ids_TK, num_ranks, ids_per_rank)
     # One record for each rank, all alike.
-    records = transport.next_input(exchange.layout.count_bytes)[:num_ranks].view(torch.int32)
+    records = transport.next_input(count_bytes(num_ranks))[:num_ranks].view(torch.int32)
     records[:, : 2 * num_ranks] = sent_2N.flatten()
     received = transport.move(torch.ones(num_ranks, dtype=torch.int64, device=ids_TK.device))
     table = received[:num_ranks].view(torch.int32)[:, : 2 * num_ranks].contiguous()

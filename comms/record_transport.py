@@ -25,7 +25,8 @@ them; what came lies in the output, by source rank, until the next call.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class Transport(Protocol):
         ...
 
     def tensors(self) -> Sequence[Tensor]:
-        """The buffers."""
+        """The buffers of records."""
         ...
 
 
@@ -74,52 +75,79 @@ def as_records(buffer: Tensor, record_bytes: int) -> Tensor:
     return buffer[: rows * record_bytes].view(rows, record_bytes)
 
 
+@dataclass
+class _Buffers:
+    """Symmetric memory of one group; see the module for what comes in pairs."""
+
+    inputs: list[Tensor]
+    output: Tensor
+    in_splits: Tensor
+    out_splits_offsets: list[Tensor]
+    turn: int = 0
+
+
+# By group and bytes. Never given back: freeing waits for every rank of the run, and one that has failed does not come.
+_BUFFERS: dict[tuple[str, int], _Buffers] = {}
+
+
+def _allocate(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> _Buffers:
+    import torch.distributed._symmetric_memory as symmetric
+    from torch._C._distributed_c10d import _SymmetricMemory  # pyright: ignore
+
+    if symmetric.get_backend(device) != "NVSHMEM":
+        symmetric.set_backend("NVSHMEM")
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        # Allocations of their own, not pieces of a pool: the operator finds them by where they begin.
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        tensor = _SymmetricMemory.empty_strided_p2p(shape, strides, dtype, device)
+        symmetric.rendezvous(tensor, group.group_name)
+        return tensor.zero_()
+
+    ranks = group.size()
+    buffers = _Buffers(
+        inputs=[allocate((num_bytes,), torch.uint8) for _ in range(2)],
+        output=allocate((num_bytes,), torch.uint8),
+        in_splits=allocate((ranks,), torch.int64),
+        out_splits_offsets=[allocate((2, ranks), torch.int64) for _ in range(2)],
+    )
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # pyright: ignore
+    return buffers
+
+
 class NvshmemTransport:
     """By torch's NVSHMEM operator. Making one is collective over all ranks of the run, and alike on all of them."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
-        import torch.distributed._symmetric_memory as symmetric
-        from torch._C._distributed_c10d import _SymmetricMemory  # pyright: ignore
-
-        if symmetric.get_backend(device) != "NVSHMEM":
-            symmetric.set_backend("NVSHMEM")
-
-        def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            # Allocations of their own, not pieces of a pool: the operator finds them by where they begin.
-            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-            tensor = cast(Tensor, _SymmetricMemory.empty_strided_p2p(shape, strides, dtype, device))
-            symmetric.rendezvous(tensor, group.group_name)
-            return tensor.zero_()
-
-        num_bytes, ranks = max(num_bytes, LARGE_INPUT), group.size()
-        self.group_name = group.group_name
-        self.inputs = [allocate((num_bytes,), torch.uint8) for _ in range(2)]
-        self.output = allocate((num_bytes,), torch.uint8)
-        self.in_splits = allocate((ranks,), torch.int64)
-        self.out_splits_offsets = [allocate((2, ranks), torch.int64) for _ in range(2)]
-        self.turn, self.record_bytes = 0, 1
-        torch.cuda.synchronize(device)
-        dist.barrier(group)  # pyright: ignore
+        self.group_name, self.record_bytes = group.group_name, 1
+        key = group.group_name, max(num_bytes, LARGE_INPUT)
+        # Another transport may have used them: as with one transport's calls, the turn goes on.
+        if key not in _BUFFERS:
+            _BUFFERS[key] = _allocate(group, device, key[1])
+        self.buffers = _BUFFERS[key]
 
     def next_input(self, record_bytes: int) -> Tensor:
         """See Transport."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("comms.backend=nvshmem cannot be captured in a CUDA graph; use comms.backend=symm_mem")
-        self.turn, self.record_bytes = 1 - self.turn, record_bytes
-        return as_records(self.inputs[self.turn], record_bytes)
+        buffers = self.buffers
+        buffers.turn, self.record_bytes = 1 - buffers.turn, record_bytes
+        return as_records(buffers.inputs[buffers.turn], record_bytes)
 
     def move(self, splits_N: Tensor) -> Tensor:
         """See Transport."""
-        records = as_records(self.inputs[self.turn], self.record_bytes)
-        received = as_records(self.output, self.record_bytes)
-        self.in_splits.copy_(splits_N)
+        buffers = self.buffers
+        records = as_records(buffers.inputs[buffers.turn], self.record_bytes)
+        received = as_records(buffers.output, self.record_bytes)
+        buffers.in_splits.copy_(splits_N)
         operator: Any = torch.ops.symm_mem.all_to_all_vdev
-        operator(records, received, self.in_splits, self.out_splits_offsets[self.turn], self.group_name)
+        operator(records, received, buffers.in_splits, buffers.out_splits_offsets[buffers.turn], self.group_name)
         return received
 
     def tensors(self) -> Sequence[Tensor]:
         """See Transport."""
-        return [*self.inputs, self.output, self.in_splits, *self.out_splits_offsets]
+        return [*self.buffers.inputs, self.buffers.output]
 
 
 class CollectiveTransport:

@@ -14,7 +14,7 @@ B bytes of a record.
 """
 
 # Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
-# pyright: basic, reportArgumentType=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false
 # ruff: noqa: ANN001, ANN202
 
 import os
