@@ -124,6 +124,7 @@ PATTERNS = ("random", "last", "nobody")
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_edges_bring_what_the_collective_backend_brings(num_ranks: int) -> None:
     sizes = [(12,) * num_ranks, (0,) * num_ranks, (5, *(0,) * (num_ranks - 1)), (0, *range(1, num_ranks))]
+    sizes.append((12, 9, 6, 3)[:num_ranks])
     cases = [(tokens, seed, pattern) for seed, tokens in enumerate(sizes) for pattern in PATTERNS]
     run_workers(check_cases, num_ranks, cases, DTYPES[:2], AS_IT_IS)
     run_workers(check_cases, num_ranks, cases, DTYPES[2:], AS_IT_IS)
