@@ -12,10 +12,10 @@ timing, and one rank (no group) differs from many only by the rounding of the pa
 
 The backward of each is the mirror of the other: dispatch's gradient is combined, combine's gradient is dispatched.
 
-This file holds the collective backend, which is also what others are tested against (comms/symmetric_exchange.py keeps
-the counts on the device): `all_to_all_single` over NCCL or gloo. It reads the counts on the host once per
-plan, because that collective wants host-side splits. Everything travels as bytes: gloo knows no fp8, and one record
-per row (values, then side columns, row stride rounded up to 16 bytes) makes one exchange per dispatch.
+This file holds the collective backend, which is also what others are tested against (comms/symmetric_exchange.py and
+comms/record_exchange.py keep the counts on the device): `all_to_all_single` over NCCL or gloo. It reads the counts on
+the host once per plan, because that collective wants host-side splits. Everything travels as bytes: gloo knows no fp8,
+and one record per row (values, then side columns, row stride rounded up to 16 bytes) makes one exchange per dispatch.
 
 Shape suffixes: T tokens of this rank, S rows sent, R rows received, N ranks of the group, D row width, K side columns,
 B bytes of one record.
@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # pyright
 from comms.kernels.codec import RECORD_ALIGNMENT
 from comms.kernels.gather_sum import gather_sum
 from comms.payload import Payload, coded_like, decode, encode
+from comms.record_exchange import RecordPlan, combine_by_records, dispatch_by_records
 from comms.symmetric_exchange import SymmetricPlan, combine_rows, dispatch_rows
 
 
@@ -106,7 +107,7 @@ def _send_order(is_sent_TN: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
 
 
 # The same for every backend: what differs is where the counts are.
-Plan = DispatchPlan | SymmetricPlan
+Plan = DispatchPlan | SymmetricPlan | RecordPlan
 
 
 # What is sent if nobody says: rows and gradients in their own dtype.
@@ -130,6 +131,8 @@ def dispatch(
     """
     if isinstance(plan, SymmetricPlan):
         return dispatch_rows(plan, x_TD, weights_TK, ids_TK, payload)
+    if isinstance(plan, RecordPlan):
+        return dispatch_by_records(plan, x_TD, weights_TK, ids_TK, payload)
     if not plan.group_name:
         return x_TD, weights_TK, ids_TK
     return _Dispatch.apply(plan, x_TD, weights_TK, ids_TK, payload)  # type: ignore[no-any-return]
@@ -139,6 +142,8 @@ def combine(plan: Plan, rows_RD: Tensor, payload: Payload = AS_IT_IS) -> Tensor:
     """Bring one row per (token, rank) back and sum them: out_TD in the dtype of the rows. Unsent tokens get zero."""
     if isinstance(plan, SymmetricPlan):
         return combine_rows(plan, _EndOfRecomputation.apply(rows_RD, plan.index_NT), payload)  # type: ignore[arg-type]
+    if isinstance(plan, RecordPlan):
+        return combine_by_records(plan, _EndOfRecomputation.apply(rows_RD, plan.slots_TN), payload)  # type: ignore[arg-type]
     if not plan.group_name:
         return rows_RD
     return _Combine.apply(plan, _EndOfRecomputation.apply(rows_RD, plan.slots_TN), payload)  # type: ignore[no-any-return]

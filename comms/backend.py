@@ -6,13 +6,14 @@ import torch
 import torch.distributed as dist
 
 from comms.config import CommsConfig
+from comms.record_transport import nvshmem_unavailable
 from comms.symmetric_memory import unavailable
 
 
 class BackendChoice(NamedTuple):
     """What exchanges rows in this run, and why."""
 
-    # none (one rank has every row) | collective | symm_mem
+    # none (one rank has every row) | collective | symm_mem | nvshmem
     backend: str
     reason: str
     # Memory that this takes, and what it has room for.
@@ -35,10 +36,8 @@ def choose_backend(config: CommsConfig, group: dist.ProcessGroup | None, device:
             "symm_mem has to be asked for: it makes room for the most rows and pairs that could come, or for what "
             "comms.capacity and model.moe.pair_capacity say",
         )
-    if config.backend == "nvshmem":
-        raise ValueError("comms.backend=nvshmem is not available in this version; use symm_mem or collective")
-    if config.backend != "symm_mem":
-        raise ValueError(f"comms.backend={config.backend} is unknown; use auto, collective or symm_mem")
-    if reason := unavailable(group, device):
-        raise ValueError(f"comms.backend=symm_mem cannot run here: {reason}; use comms.backend=collective")
-    return BackendChoice("symm_mem", "as asked")
+    if config.backend not in ("symm_mem", "nvshmem"):
+        raise ValueError(f"comms.backend={config.backend} is unknown; use auto, collective, symm_mem or nvshmem")
+    if reason := (unavailable if config.backend == "symm_mem" else nvshmem_unavailable)(group, device):
+        raise ValueError(f"comms.backend={config.backend} cannot run here: {reason}; use comms.backend=collective")
+    return BackendChoice(config.backend, "as asked")

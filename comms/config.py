@@ -21,8 +21,8 @@ class CommsConfig:
     backend: str = "auto"
     payload: PayloadConfig = field(default_factory=PayloadConfig)
     # Room for the rows that a rank receives in one dispatch, as a multiple of its own tokens (of a full micro-batch,
-    # times etp). For backend=symm_mem; null means the most that can come: every rank's tokens. More rows than that stop
-    # the run before they change a weight.
+    # times etp). For symm_mem and nvshmem; null means the most that can come: every rank's tokens. More rows than that
+    # stop the run before they change a weight.
     capacity: float | None = None
     # Token chunks that are pipelined through dispatch, experts and combine.
     chunks: int = 1

@@ -45,8 +45,8 @@ class MoEConfig:
     # Each expert takes at most capacity_factor * S * K / E pairs of a sequence; null means dropless.
     capacity_factor: float | None = None
     # Room for the (row, expert) pairs of one rank, as a multiple of the balanced load: top_k pairs per own token (of a
-    # full micro-batch, times etp). For comms.backend=symm_mem; null means the most that can come. More pairs than that
-    # stop the run before they change a weight.
+    # full micro-batch, times etp). For comms.backend=symm_mem and nvshmem; null means the most that can come. More than
+    # that stop the run before they change a weight.
     pair_capacity: float | None = None
     # Route token t to experts (t*K + k) mod E whatever the scores: benchmarks only.
     force_balance: bool = False

@@ -6,7 +6,8 @@
     4. experts    the rank's own experts, weighted sum per row            moe/experts.py
     5. combine    one row per (token, rank) comes back and is summed      comms/all_to_all.py
 
-Rows travel by collectives, or through symmetric memory (comms/symmetric_exchange.py) behind the same two functions.
+Rows travel by collectives, or through symmetric memory (comms/symmetric_exchange.py on one host,
+comms/record_exchange.py on many) behind the same two functions.
 Dispatch moves rows between ranks; experts are a local matter. On one rank steps 3 and 5 are the identity, so there is
 one path for every layout. Beside it the shared expert, if there is one, sees every token.
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from comms.all_to_all import AS_IT_IS, Plan, combine, dispatch, plan_dispatch
 from comms.collectives import gather_dim, gather_over_ranks, reduce_scatter, sum_over_ranks
+from comms.record_exchange import RecordExchange, plan_records
 from comms.split_sequence import SplitSequence
 from comms.symmetric_exchange import plan_exchange
 from comms.symmetric_memory import Exchange, room_for
@@ -160,6 +162,8 @@ class MoE(nn.Module):
             owner_TK = torch.where(ids_TK >= 0, ids_TK // experts_per_rank, -1)
             items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(num_ranks)], dim=1)
             return plan_dispatch(items_TN, self.ep_group, num_items)
+        if isinstance(self.exchange, RecordExchange):
+            return plan_records(ids_TK, experts_per_rank, self.exchange, self.number, self.pair_room(self.exchange))
         return plan_exchange(ids_TK, experts_per_rank, self.exchange, self.number, self.pair_room(self.exchange))
 
     def pair_room(self, exchange: Exchange) -> int:

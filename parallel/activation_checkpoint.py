@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 
 import comms.all_to_all
 import comms.async_tp
+import comms.record_exchange
 import comms.symmetric_exchange  # noqa: F401
 import moe.router  # noqa: F401
 import parallel.ring_attention  # noqa: F401
@@ -55,6 +56,8 @@ def exchange_operators() -> set[Any]:
         ops.exchange_counts.default,
         ops.exchange_routes.default,
         ops.symmetric_dispatch.default,
+        ops.exchange_record_counts.default,
+        ops.record_dispatch.default,
         ops.sum_over_ranks.default,
         ops.gather_over_ranks.default,
         ops.keep_choice.default,

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from comms.backend import BackendChoice, choose_backend
 from comms.config import CommsConfig
 from comms.payload import Payload
+from comms.record_exchange import create_record_exchange, plan_record_layout
 from comms.symmetric_exchange import describe_tag
 from comms.symmetric_memory import Exchange, create_exchange, plan_layout
 from moe.layer import MoE
@@ -64,25 +65,29 @@ def connect_experts(
         layer.dispatch_payload = Payload(comms.payload.dispatch, comms.payload.dispatch_grad)
         layer.combine_payload = Payload(comms.payload.combine, comms.payload.combine_grad)
     choice = choose_backend(comms, mesh.ep_group, mesh.device)
-    if choice.backend != "symm_mem" or not layers:
+    if choice.backend not in ("symm_mem", "nvshmem") or not layers:
         return choice
     assert mesh.ep_group is not None
     config, dim = layers[0].config, layers[0].router.weight.shape[1]
     side_bytes = config.top_k * (max(dtype.itemsize, 4) + 4)
     max_tokens *= mesh.config.etp
-    layout = plan_layout(
-        mesh.config.ep, max_tokens, config.top_k, dim * dtype.itemsize, side_bytes, comms.capacity
-    )  # fmt: skip
-    exchange = create_exchange(
-        mesh.ep_group,
-        mesh.device,
-        layout,
-        max_tokens,
-        mesh.config.timeout_seconds,
-        comms.num_ctas,
-        describe_tag,
-        items_per_token=config.top_k,
-    )
+    sizes = mesh.config.ep, max_tokens, config.top_k, dim * dtype.itemsize, side_bytes, comms.capacity
+    if choice.backend == "nvshmem":
+        buffers = plan_record_layout(*sizes)
+        exchange: Exchange = create_record_exchange(
+            mesh.ep_group, mesh.device, buffers, max_tokens, describe_tag, config.top_k
+        )
+    else:
+        exchange = create_exchange(
+            mesh.ep_group,
+            mesh.device,
+            plan_layout(*sizes),
+            max_tokens,
+            mesh.config.timeout_seconds,
+            comms.num_ctas,
+            describe_tag,
+            items_per_token=config.top_k,
+        )
     return choice._replace(room=use_exchange(layers, exchange))
 
 

@@ -46,9 +46,10 @@ from comms.async_tp import FUSED_ROWS, all_gather_matmul, matmul_reduce_scatter
 from comms.collectives import gather_dim, reduce_scatter
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
-from scripts.bench_comms import cell, max_over_ranks, seconds_of
+from scripts.bench_comms import cell
 from scripts.bench_ranks import measure_on_ranks, settle_gpus
 from scripts.bench_results import probe, result_file, stamp, write_result
+from scripts.bench_times import max_over_ranks, seconds_of
 from trainer.build import build_model
 from trainer.config import Config, PrecisionConfig, TrainConfig
 from trainer.models.config import AttentionConfig, ModelConfig

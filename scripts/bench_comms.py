@@ -15,6 +15,8 @@ A case is so many MB of tokens per rank (bf16, --width numbers each), each sent 
     combine    one row per (token, rank) back, and their sum
     put        the bytes that dispatch puts on the wire, by a kernel that does nothing else, with as many thread blocks
     nccl       the same bytes by all_to_all_single: no packing, no sum
+    vdev       the same by NVSHMEM's all_to_all_vdev, in processes of its own afterwards; a dash where torch has no
+               NVSHMEM, and under torchrun
 
 Wire bytes are those that leave the rank, side columns included; `effective` counts a row once per (token, expert) of
 another rank, which is what travels without deduplication. A time is the median over rounds of the slowest rank,
@@ -32,8 +34,7 @@ import json
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,10 +50,13 @@ from comms.all_to_all import DispatchPlan, combine, dispatch, pack, plan_dispatc
 from comms.kernels.codec import record_bytes
 from comms.payload import Payload, encode
 from comms.put_and_take import PUT, TAKE, Received, move_there
+from comms.record_transport import nvshmem_unavailable
 from comms.symmetric_exchange import DISPATCH, SymmetricPlan, describe_tag, plan_exchange, tag_of
 from comms.symmetric_memory import Exchange, create_exchange, forget_exchanges, plan_layout
 from scripts.bench_ranks import measure_on_ranks, settle_gpus
 from scripts.bench_results import probe, result_file, stamp, write_result
+from scripts.bench_times import max_over_ranks, slowest
+from scripts.bench_vdev import add_vdev, vdev
 
 NUM_EXPERTS = 128
 
@@ -88,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = measure_on_ranks(measure_cases, arguments)
     if cases is None:
         return 0
-    result = {**describe(arguments, machine), "cases": cases}
+    result = {**describe(arguments, machine), "vdev": add_vdev(cases, arguments, measure_vdev), "cases": cases}
     if out is not None:
         suffix = "" if arguments.payload == "model" else f"_{arguments.payload}"
         write_result(out, f"width_{arguments.width}_{arguments.nproc}_gpus{suffix}", result, "cases")
@@ -183,8 +187,10 @@ COLUMNS = {
     "combine_gb_s": "GB/s",
     "put_gb_s": "put GB/s",
     "nccl_gb_s": "nccl GB/s",
+    "vdev_gb_s": "vdev GB/s",
     "over_put": "/ put",
     "over_nccl": "/ nccl",
+    "over_vdev": "/ vdev",
     "combine_over_put": "comb/put",
     "over_model": "/ bf16",
 }
@@ -259,11 +265,29 @@ def times_of(tokens: Tokens, exchange: Exchange | None, payload: Payload, rounds
 
 def library(tokens: Tokens, counts: DispatchPlan, payload: Payload, rounds: int) -> float:
     """Seconds of one all_to_all_single of packed records."""
-    columns = (encode(tokens.x_TD, payload.rows), tokens.weights_TK, tokens.ids_TK.to(torch.int32))
-    record = pack([column[counts.send_tokens_S] for column in columns])
+    record = packed(tokens, counts, payload)
     received = record.new_empty(counts.num_rows, record.shape[1])
     splits = counts.recv_counts, counts.send_counts
     return slowest(lambda: dist.all_to_all_single(received, record, *splits), record.device, rounds)
+
+
+def packed(tokens: Tokens, counts: DispatchPlan, payload: Payload) -> Tensor:
+    """Records of the rows that this rank sends, its own among them."""
+    columns = (encode(tokens.x_TD, payload.rows), tokens.weights_TK, tokens.ids_TK.to(torch.int32))
+    return pack([column[counts.send_tokens_S] for column in columns])
+
+
+def measure_vdev(arguments: argparse.Namespace, device: torch.device) -> list[float] | str:
+    """Seconds of NVSHMEM's operator for each case, or why it cannot run."""
+    if reason := nvshmem_unavailable(dist.group.WORLD, device):
+        return reason
+    seconds = []
+    for case in arguments.cases:
+        tokens = tokens_of(case, arguments.width, device)
+        counts = plan_dispatch(tokens.items_TN, dist.group.WORLD)
+        record = packed(tokens, counts, Payload(arguments.payload))
+        seconds.append(vdev(record, counts.send_counts, len(tokens.x_TD), arguments.rounds))
+    return seconds
 
 
 def exchange_of(case: Case, tokens: Tokens, device: torch.device) -> Exchange:
@@ -356,43 +380,6 @@ def figures(
     found["combine_over_put"] = None if found["put_gb_s"] is None or back is None else back / found["put_gb_s"]
     found["over_model"] = None if model is None or ours is None else ours / model
     return found
-
-
-def slowest(function: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """Seconds of one call on the slowest rank: median over rounds of the mean of several calls."""
-    with torch.no_grad():
-        calls = 3 if device.type == "cpu" else 10
-        seconds = [seconds_of(function, device, calls) for _ in range(rounds + 1)][1:]
-    return max_over_ranks(statistics.median(seconds))
-
-
-def seconds_of(function: Callable[[], Any], device: torch.device, calls: int) -> float:
-    """Mean time of a call, without the time that the host needs to launch it."""
-    dist.barrier()
-    if device.type == "cpu":
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        return (time.perf_counter() - start) / calls
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    # Some milliseconds in which the host gets ahead; then a call, after which the ranks' devices are together.
-    torch.cuda._sleep(15_000_000)
-    function()
-    begin.record()
-    for _ in range(calls):
-        function()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / calls
-
-
-def max_over_ranks(seconds: float) -> float:
-    """The slowest rank's."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    value = torch.tensor(seconds, device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return float(value)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python scripts/bench_ep.py                                      two GPUs; about a minute and a half
     torchrun --nproc-per-node 2 scripts/bench_ep.py                 the same; the processes are there already
     python scripts/bench_ep.py --shapes gpt-oss-20b --payload mxfp8 --pair-capacity 1.5
+    python scripts/bench_ep.py --backends nvshmem,collective        NVSHMEM: not beside symm_mem in one run
     python scripts/bench_ep.py --experts fused,fp8_blockwise        a recipe of low precision beside bf16
     python scripts/bench_ep.py --dry-run                            tiny sizes on 2 CPU processes, by collectives
 
@@ -48,6 +49,7 @@ from scripts.bench_ranks import measure_on_ranks, settle_gpus
 from scripts.bench_results import probe, result_file, stamp, write_result
 from scripts.ep_sides import (
     BACKENDS,
+    DEFAULT_BACKENDS,
     EXPERTS,
     Share,
     Work,
@@ -101,12 +103,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, help="default: all GPUs")
     parser.add_argument("--shapes", default="Qwen3-30B-A3B,Mixtral-8x7B", help="default: %(default)s")
     parser.add_argument("--routing", default=",".join(ROUTINGS), help="default: %(default)s")
-    parser.add_argument("--backends", help=f"default: {','.join(BACKENDS)}; collective in a dry run")
+    parser.add_argument("--backends", help=f"default: {','.join(DEFAULT_BACKENDS)}; collective in a dry run")
     parser.add_argument("--experts", help=f"default: {','.join(EXPERTS)}; grouped_mm in a dry run")
     parser.add_argument("--payload", default="model", choices=("model", "mxfp8"), help="of rows and gradients alike")
     parser.add_argument("--chunks", type=int, default=1, help="comms.chunks; default: %(default)s")
-    parser.add_argument("--capacity", type=float, help="comms.capacity of symm_mem; default: the most that can come")
-    parser.add_argument("--pair-capacity", type=float, help="model.moe.pair_capacity of symm_mem; default: the same")
+    parser.add_argument("--capacity", type=float, help="comms.capacity; default: the most that can come")
+    parser.add_argument("--pair-capacity", type=float, help="model.moe.pair_capacity; default: the same")
     parser.add_argument("--num-ctas", type=int, help="thread blocks that put; default: by size")
     parser.add_argument("--tokens", type=int, default=8192, help="per rank; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5)
@@ -119,7 +121,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.dry_run:
         arguments.shapes, arguments.rounds, arguments.tokens, arguments.eager = "tiny", 2, TINY.tokens, True
-    arguments.backends = arguments.backends or ("collective" if arguments.dry_run else ",".join(BACKENDS))
+    arguments.backends = arguments.backends or ("collective" if arguments.dry_run else ",".join(DEFAULT_BACKENDS))
     arguments.experts = arguments.experts or ("grouped_mm" if arguments.dry_run else ",".join(EXPERTS))
     known = {"shapes": [*SHAPES, "tiny"], "routing": ROUTINGS, "backends": BACKENDS}
     known["experts"] = [*EXPERTS, *LOW_PRECISION]
@@ -132,6 +134,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--rounds and --tokens must be positive")
     if arguments.dry_run and (arguments.backends != ["collective"] or arguments.experts != ["grouped_mm"]):
         parser.error("--dry-run has no GPUs: only --backends collective --experts grouped_mm")
+    if {"symm_mem", "nvshmem"} <= set(arguments.backends):
+        parser.error("--backends: symm_mem and nvshmem want symmetric memory of two kinds, and a process has one")
     available = AVAILABLE.get("comms.chunks", (arguments.chunks,))
     if arguments.chunks < 1 or arguments.chunks not in available:
         parser.error(f"--chunks {arguments.chunks} is not available in this version; use --chunks 1")
@@ -188,7 +192,7 @@ def measure_shape(shape: Shape, arguments: argparse.Namespace, mesh: Mesh) -> li
     layers: dict[tuple[str, str], MoE] = {}
     for backend in arguments.backends:
         comms = comms_of(backend, arguments)
-        bound = arguments.pair_capacity if backend == "symm_mem" else None
+        bound = None if backend == "collective" else arguments.pair_capacity
         built = build_layers(problems[0], arguments.experts, comms, bound, mesh, not arguments.eager)
         layers |= {(backend, experts): layer for experts, layer in built.items()}
     entries = [measure_layers(layers, problem, arguments, mesh) for problem in problems]
@@ -201,9 +205,9 @@ def measure_shape(shape: Shape, arguments: argparse.Namespace, mesh: Mesh) -> li
 
 
 def comms_of(backend: str, arguments: argparse.Namespace) -> CommsConfig:
-    """Settings of the exchange; bounds mean something to symm_mem alone."""
+    """Settings of the exchange; bounds mean nothing to collectives."""
     payload = PayloadConfig(**{field.name: arguments.payload for field in fields(PayloadConfig)})
-    capacity = arguments.capacity if backend == "symm_mem" else None
+    capacity = None if backend == "collective" else arguments.capacity
     return CommsConfig(backend, payload, capacity, arguments.chunks, arguments.num_ctas)
 
 

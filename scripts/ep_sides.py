@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comms.config import CommsConfig
+from comms.record_exchange import RecordExchange
 from moe.config import LOW_PRECISION
 from moe.grouped_gemm import resolve_backend
 from moe.layer import MoE
@@ -28,7 +29,9 @@ from parallel.mesh import Mesh
 from scripts.moe_sides import Problem, Side, make_layer, results, side_of, step
 
 # Backends of the exchange and of the experts; these may also be recipes of low precision.
-BACKENDS, EXPERTS = ("symm_mem", "collective"), ("fused", "grouped_mm")
+BACKENDS, EXPERTS = ("symm_mem", "nvshmem", "collective"), ("fused", "grouped_mm")
+# Without being asked: a process has symmetric memory of one kind, so only one of the first two.
+DEFAULT_BACKENDS = ("symm_mem", "collective")
 
 
 class Share(NamedTuple):
@@ -83,13 +86,14 @@ def check_ran(layer: MoE, backend: str) -> None:
         RuntimeError: by another way, or rows or pairs found no room.
     """
     exchange = layer.exchange
-    if (exchange is not None) != (backend == "symm_mem"):
+    found = "collective" if exchange is None else "nvshmem" if isinstance(exchange, RecordExchange) else "symm_mem"
+    if found != backend:
         raise RuntimeError(f"comms.backend={backend} was asked for, and the layer has {exchange}")
     if exchange is not None:
         exchange.check()
         exchange.check_overflow()
         if not int(exchange.state):
-            raise RuntimeError("comms.backend=symm_mem was asked for, and nothing went through its memory")
+            raise RuntimeError(f"comms.backend={backend} was asked for, and nothing went through its memory")
 
 
 def layer_work(layer: MoE, problem: Problem) -> Work:

@@ -258,11 +258,16 @@ def _check_room(config: Config) -> None:
     """Bounds of the exchange; how many ranks a token must reach is checked by trainer/layout.py."""
     moe, backend = config.model.moe, config.comms.backend
     for key, value in (("comms.capacity", config.comms.capacity), ("model.moe.pair_capacity", moe.pair_capacity)):
-        if value is not None and backend != "symm_mem":
+        if value is not None and backend not in ("symm_mem", "nvshmem"):
             raise ValueError(
-                f"{key}={value} bounds the room of comms.backend=symm_mem, and comms.backend={backend} makes as much "
-                f"as is needed; set {key}=null, or comms.backend=symm_mem"
+                f"{key}={value} bounds the room of comms.backend=symm_mem and nvshmem, and comms.backend={backend} "
+                f"makes as much as is needed; set {key}=null, or comms.backend=symm_mem"
             )
+    if backend == "nvshmem" and config.parallel.async_tp != "none":
+        raise ValueError(
+            f"parallel.async_tp={config.parallel.async_tp} and comms.backend=nvshmem want symmetric memory of two "
+            "kinds, and a process has one; set parallel.async_tp=none, or comms.backend=collective"
+        )
     # With dropless routing the mean over ranks is exactly 1.
     if moe.pair_capacity is not None and moe.pair_capacity < 1 and moe.capacity_factor is None:
         raise ValueError(

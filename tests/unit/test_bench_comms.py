@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench_comms import COLUMNS, Case, cases_of, figures, main, parse_arguments
+from scripts.bench_vdev import add_vdev
 
 
 @pytest.mark.slow
@@ -29,7 +30,7 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             min(case["plan_us"], case["dispatch_us"], case["combine_us"], case["nccl_us"], case["wire_megabytes"]) > 0
         )
         # There is no memory to put into.
-        assert case["put_gb_s"] is None and case["over_put"] is None
+        assert case["put_gb_s"] is None and case["over_put"] is None and case["vdev_gb_s"] is None
 
 
 def test_figures_count_wire_bytes_and_rows_without_deduplication() -> None:
@@ -45,6 +46,26 @@ def test_figures_count_wire_bytes_and_rows_without_deduplication() -> None:
 def test_a_payload_is_compared_with_rows_as_they_are() -> None:
     times = dict.fromkeys(("plan", "dispatch", "combine", "dispatch_put", "dispatch_take", "put", "nccl"), 3e-3)
     assert figures(Case(64, 8, 0), {**times, "dispatch_model": 6e-3}, 1, 1, 1)["over_model"] == pytest.approx(0.5)
+
+
+def test_the_column_of_nvshmem_is_filled_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = parse_arguments(["--sizes", "8"])
+    monkeypatch.delenv("RANK", raising=False)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("a process died")
+
+    for measure, seconds, why in (
+        (lambda *_: [2e-3], 2e-3, ""),
+        (lambda *_: "no NVSHMEM", None, "no NVSHMEM"),
+        (refuse, None, "RuntimeError: a process died"),
+    ):
+        monkeypatch.setattr("scripts.bench_vdev.measure_on_ranks", measure)
+        case = {"wire_megabytes": 600.0, "dispatch_us": 1000.0}
+        assert add_vdev([case], arguments, measure) == why
+        assert case["vdev_us"] == (None if seconds is None else seconds * 1e6)
+        assert case["vdev_gb_s"] == (None if seconds is None else pytest.approx(300))
+        assert case["over_vdev"] == (None if seconds is None else pytest.approx(2))
 
 
 def test_cases() -> None:

@@ -80,7 +80,8 @@ def test_table() -> None:
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["--shapes", "Grok"], "--shapes: Grok is not known; choose from Qwen3-30B-A3B"),
-        (["--backends", "nvshmem"], "--backends: nvshmem is not known; choose from symm_mem, collective"),
+        (["--backends", "nccl"], "--backends: nccl is not known; choose from symm_mem, nvshmem, collective"),
+        (["--backends", "symm_mem,nvshmem"], "want symmetric memory of two kinds"),
         (["--chunks", "2"], "--chunks 2 is not available in this version"),
         (["--tokens", "0"], "must be positive"),
         (["--dry-run", "--backends", "symm_mem"], "--dry-run has no GPUs"),

@@ -42,9 +42,10 @@ def refusal(words: str) -> str:
         ("precision.recipe=bf61", "must be one of bf16, fp32, fp64, mxfp8, fp8_blockwise; did you mean bf16?"),
         ("logging.wandb.mode='on'", "logging.wandb.mode=on: must be one of disabled, offline, online"),
         ("data.train.stdlib.kind=txt", "data.train.stdlib.kind=txt: must be one of text"),
+        ("comms.backend=nvshmen", "one of auto, collective, symm_mem, nvshmem; did you mean nvshmem?"),
         (
-            "comms.backend=nvshmem",
-            "comms.backend=nvshmem is not available in this version; available: auto, collective, symm_mem",
+            "comms.backend=nvshmem parallel.async_tp=native",
+            "parallel.async_tp=native and comms.backend=nvshmem want symmetric memory of two kinds",
         ),
         ("parallel.async_tp=nativ", "parallel.async_tp=nativ: must be one of none, native, inductor"),
         (
@@ -56,8 +57,8 @@ def refusal(words: str) -> str:
         ("model.moe.pair_capacity=-1", "model.moe.pair_capacity=-1.0: must be positive"),
         (
             "comms.capacity=2",
-            "comms.capacity=2.0 bounds the room of comms.backend=symm_mem, and comms.backend=auto makes as much as is "
-            "needed; set comms.capacity=null, or comms.backend=symm_mem",
+            "comms.capacity=2.0 bounds the room of comms.backend=symm_mem and nvshmem, and comms.backend=auto makes as "
+            "much as is needed; set comms.capacity=null, or comms.backend=symm_mem",
         ),
         ("model.moe.pair_capacity=2", "model.moe.pair_capacity=2.0 bounds the room of comms.backend=symm_mem"),
         ("comms.chunks=2", "comms.chunks=2 is not available in this version; available: 1"),
@@ -144,6 +145,7 @@ def test_refused_with_the_nearest_legal_choice(overrides: str, expected: str) ->
 
 
 def test_bounds_of_the_exchange_are_those_of_symmetric_memory() -> None:
+    validate(with_settings("comms.backend=nvshmem comms.capacity=1.5 model.moe.pair_capacity=1"))
     ours = "comms.backend=symm_mem"
     validate(with_settings(f"{ours} comms.capacity=1.5 model.moe.pair_capacity=1"))
     message = refusal(f"{ours} model.moe.pair_capacity=0.9")
