@@ -24,7 +24,8 @@ class CommsConfig:
     # times etp). For backend=symm_mem; null means the most that can come: every rank's tokens. More rows than that stop
     # the run before they change a weight.
     capacity: float | None = None
-    # Token chunks that are pipelined through dispatch, experts and combine.
+    # Token chunks that are pipelined through dispatch, experts and combine. More than one need backend=symm_mem and
+    # model.moe.backend=fused.
     chunks: int = 1
     # Thread blocks that move rows; null means chosen by size.
     num_ctas: int | None = None

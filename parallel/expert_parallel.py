@@ -64,6 +64,8 @@ def connect_experts(
         layer.dispatch_payload = Payload(comms.payload.dispatch, comms.payload.dispatch_grad)
         layer.combine_payload = Payload(comms.payload.combine, comms.payload.combine_grad)
     choice = choose_backend(comms, mesh.ep_group, mesh.device)
+    if comms.chunks > 1:
+        _check_chunks(layers, comms, choice.backend, dtype, mesh.device)
     if choice.backend != "symm_mem" or not layers:
         return choice
     assert mesh.ep_group is not None
@@ -71,7 +73,7 @@ def connect_experts(
     side_bytes = config.top_k * (max(dtype.itemsize, 4) + 4)
     max_tokens *= mesh.config.etp
     layout = plan_layout(
-        mesh.config.ep, max_tokens, config.top_k, dim * dtype.itemsize, side_bytes, comms.capacity
+        mesh.config.ep, max_tokens, config.top_k, dim * dtype.itemsize, side_bytes, comms.capacity, comms.chunks
     )  # fmt: skip
     exchange = create_exchange(
         mesh.ep_group,
@@ -89,12 +91,24 @@ def connect_experts(
 def use_exchange(layers: Sequence[MoE], exchange: Exchange) -> str:
     """Connect the MoE layers of a model, in order; returns what there is room for."""
     for number, layer in enumerate(layers):
-        layer.exchange, layer.number = exchange, number
+        layer.exchange, layer.number, layer.chunks = exchange, number, exchange.layout.max_chunks
     layout, pairs = exchange.layout, max(layer.pair_room(exchange) for layer in layers)
     return (
         f"an arena of {layout.num_bytes / 2**30:.2f} GiB per rank; room for {layout.row_bound:,} rows and {pairs:,} "
         "(row, expert) pairs of one layer"
     )
+
+
+def _check_chunks(
+    layers: Sequence[MoE], comms: CommsConfig, backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Whether rows can travel while experts compute. One rank has nothing that travels, and that is fine."""
+    able = all(layer.experts.can_exchange(dtype, device) for layer in layers)
+    if backend == "collective" or (backend == "symm_mem" and not able):
+        raise ValueError(
+            f"comms.chunks={comms.chunks} lets rows travel while experts compute: it needs comms.backend=symm_mem and "
+            "model.moe.backend=fused, without biases and recipes of low precision; or set comms.chunks=1"
+        )
 
 
 def _split(name: str, parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:

@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 scripts/bench_ep.py                 the same; the processes are there already
     python scripts/bench_ep.py --shapes gpt-oss-20b --payload mxfp8 --pair-capacity 1.5
     python scripts/bench_ep.py --experts fused,fp8_blockwise        a recipe of low precision beside bf16
+    python scripts/bench_ep.py --experts fused --chunks 2           rows travel while experts compute
     python scripts/bench_ep.py --dry-run                            tiny sizes on 2 CPU processes, by collectives
 
 Every rank has --tokens tokens and its part of the experts (scripts/ep_sides.py), in bf16, compiled as the trainer
@@ -60,7 +61,6 @@ from scripts.ep_sides import (
     reference,
 )
 from scripts.moe_sides import ROUTINGS, SHAPES, TINY, Problem, Shape, make_problem, side_of
-from trainer.choices import AVAILABLE
 
 # Calls of one measurement, and clock cycles of the wait in which the host gets ahead of the device.
 CALLS, AHEAD = 4, 60_000_000
@@ -104,7 +104,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backends", help=f"default: {','.join(BACKENDS)}; collective in a dry run")
     parser.add_argument("--experts", help=f"default: {','.join(EXPERTS)}; grouped_mm in a dry run")
     parser.add_argument("--payload", default="model", choices=("model", "mxfp8"), help="of rows and gradients alike")
-    parser.add_argument("--chunks", type=int, default=1, help="comms.chunks; default: %(default)s")
+    parser.add_argument("--chunks", type=int, default=1, help="comms.chunks of symm_mem; default: %(default)s")
     parser.add_argument("--capacity", type=float, help="comms.capacity of symm_mem; default: the most that can come")
     parser.add_argument("--pair-capacity", type=float, help="model.moe.pair_capacity of symm_mem; default: the same")
     parser.add_argument("--num-ctas", type=int, help="thread blocks that put; default: by size")
@@ -132,9 +132,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--rounds and --tokens must be positive")
     if arguments.dry_run and (arguments.backends != ["collective"] or arguments.experts != ["grouped_mm"]):
         parser.error("--dry-run has no GPUs: only --backends collective --experts grouped_mm")
-    available = AVAILABLE.get("comms.chunks", (arguments.chunks,))
-    if arguments.chunks < 1 or arguments.chunks not in available:
-        parser.error(f"--chunks {arguments.chunks} is not available in this version; use --chunks 1")
+    if arguments.chunks < 1 or (arguments.chunks > 1 and arguments.experts != ["fused"]):
+        parser.error("--chunks must be positive; more than one need --experts fused")
     return arguments
 
 
@@ -169,6 +168,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
     for name in arguments.shapes:
         for entry in measure_shape(shape_of(name, arguments), arguments, mesh):
             key = f"{name} {entry['routing']} ep={mesh.config.ep} {arguments.payload}"
+            key += f" chunks={arguments.chunks}" if arguments.chunks > 1 else ""
             entries[key] = {"shape": name, **entry}
             if dist.get_rank() == 0:
                 # As it comes: should the rest fail, this is known.
@@ -201,10 +201,10 @@ def measure_shape(shape: Shape, arguments: argparse.Namespace, mesh: Mesh) -> li
 
 
 def comms_of(backend: str, arguments: argparse.Namespace) -> CommsConfig:
-    """Settings of the exchange; bounds mean something to symm_mem alone."""
+    """Settings of the exchange; bounds and chunks mean something to symm_mem alone."""
     payload = PayloadConfig(**{field.name: arguments.payload for field in fields(PayloadConfig)})
-    capacity = arguments.capacity if backend == "symm_mem" else None
-    return CommsConfig(backend, payload, capacity, arguments.chunks, arguments.num_ctas)
+    capacity, chunks = (arguments.capacity, arguments.chunks) if backend == "symm_mem" else (None, 1)
+    return CommsConfig(backend, payload, capacity, chunks, arguments.num_ctas)
 
 
 def measure_layers(

@@ -40,7 +40,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # never a silent no-op. A feature deletes its line when it lands.
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "comms.backend": ("auto", "collective", "symm_mem"),
-    "comms.chunks": (1,),
     "profile.steps": (0,),
     # Where profile.steps begin.
     "profile.start": (10,),

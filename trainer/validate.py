@@ -39,6 +39,7 @@ def validate(config: Config) -> None:
     _check_rope(config.model.rope)
     _check_moe(config.model.moe)
     _check_room(config)
+    _check_chunks(config)
     _check_precision(config)
     _check_batch(config)
     _check_data(config)
@@ -269,6 +270,20 @@ def _check_room(config: Config) -> None:
             f"model.moe.pair_capacity={moe.pair_capacity} is less than the balanced load, which some rank always "
             "has; nearest legal: 1"
         )
+
+
+def _check_chunks(config: Config) -> None:
+    """Chunks are the business of the operator that is dispatch, experts and combine at once."""
+    moe, comms = config.model.moe, config.comms
+    asked = {"comms.backend": comms.backend, "model.moe.backend": moe.backend}
+    asked |= {f"model.moe.{name}": getattr(moe, name) for name in ("linear_bias", "scores_before_experts")}
+    for (key, value), needed in zip(asked.items(), ("symm_mem", "fused", False, False), strict=True):
+        if comms.chunks > 1 and value != needed:
+            value, needed = str(value).lower(), str(needed).lower()
+            raise ValueError(
+                f"comms.chunks={comms.chunks} lets rows travel while fused kernels compute, which needs {key}={needed} "
+                f"instead of {value}; set that, or comms.chunks=1"
+            )
 
 
 def _check_groups(moe: MoEConfig) -> None:
