@@ -103,8 +103,17 @@ class Travel:
 
     def wait(self, arrival: Arrival) -> None:
         """Nothing that is launched from now on starts before that."""
-        if arrival is not None:
-            torch.cuda.current_stream(self.exchange.arena.device).wait_event(arrival)
+        if arrival is None:
+            return
+        stream, waits = torch.cuda.current_stream(self.exchange.arena.device), self.exchange.waits
+        if waits is None:
+            stream.wait_event(arrival)
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream.record_event(begin)
+        stream.wait_event(arrival)
+        stream.record_event(end)
+        waits.append((begin, end))
 
     def _launch(self, launch: Callable[[], None]) -> Arrival:
         stream = self.exchange.stream

@@ -29,3 +29,6 @@ class CommsConfig:
     chunks: int = 1
     # Thread blocks that move rows; null means chosen by size.
     num_ctas: int | None = None
+    # Measure how long devices stand still for rows that travel (perf/exposed_exchange_seconds): takes the host some
+    # microseconds per exchange. For backend=symm_mem and model.moe.backend=fused.
+    measure: bool = False

@@ -168,6 +168,8 @@ class Exchange:
     describe_tag: Callable[[int], str] = str
     # What travels beside other work is launched here; None on the CPU, where all is done in order.
     stream: torch.cuda.Stream | None = field(default=None, repr=False)
+    # Beginnings and ends of what others waited for on the device; None: nobody measures.
+    waits: list[tuple[torch.Event, torch.Event]] | None = field(default=None, repr=False)
     # Keeps the mapping alive.
     handle: object = field(default=None, repr=False)
 
@@ -259,6 +261,19 @@ def overflow_flag() -> Tensor | None:
     return torch.cat(found).any().float() if found else None
 
 
+def exposed_seconds() -> float:
+    """How long this device has stood still for rows that travel since the last call, where exchanges measure it.
+
+    What was launched must have ended.
+    """
+    total = 0.0
+    for exchange in exchanges():
+        if exchange.waits:
+            total += sum(begin.elapsed_time(end) for begin, end in exchange.waits) / 1e3
+            exchange.waits.clear()
+    return total
+
+
 def forget_exchanges() -> None:
     """Give up every arena of this process, before its process groups end. Nothing may be under way."""
     _EXCHANGES.clear()
@@ -294,6 +309,7 @@ def create_exchange(
     describe_tag: Callable[[int], str] = str,
     piece_bytes: int | None = None,
     items_per_token: int = 1,
+    measure: bool = False,
 ) -> Exchange:
     """Allocate this rank's arena, map the others' and check the mapping. Collective over the group.
 
@@ -331,6 +347,7 @@ def create_exchange(
         describe_tag=describe_tag,
         # Its programs get multiprocessors before those of other work.
         stream=torch.cuda.Stream(device, priority=-1),
+        waits=[] if measure else None,
         handle=handle,
     )
     # Flags are zero everywhere before the first signal.

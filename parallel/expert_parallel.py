@@ -84,6 +84,7 @@ def connect_experts(
         comms.num_ctas,
         describe_tag,
         items_per_token=config.top_k,
+        measure=comms.measure,
     )
     return choice._replace(room=use_exchange(layers, exchange))
 

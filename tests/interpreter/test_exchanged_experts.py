@@ -75,7 +75,8 @@ def layer_pass(
     generator = torch.Generator().manual_seed(dist.get_rank())
     num_tokens = tokens[dist.get_rank()]
     # Positive: experts whose router's row is negative get none.
-    xs = [torch.rand(1, num_tokens, WIDTH, generator=generator).requires_grad_() for _ in range(2)]
+    shape = (1, num_tokens, WIDTH) if num_tokens else (0, 1, WIDTH)
+    xs = [torch.rand(shape, generator=generator).requires_grad_() for _ in range(2)]
     if exchange is not None:
         exchange.arena[exchange.layout.rows_at :] = 255
         dist.barrier()
@@ -97,14 +98,13 @@ def epochs(exchange: Exchange) -> list[int]:
 
 
 def equal_for_every_number_of_chunks(exchange: Exchange) -> None:
-    num_ranks = dist.get_world_size()
-    for tokens, options in (
-        ([MAX_TOKENS, 7, 1][:num_ranks], {}),
-        ([3, 0, 12][:num_ranks], {"activation": "clamped_swiglu", "shared": False}),
+    for tokens, options, more in (
+        ([MAX_TOKENS, 7, 1], {}, CHUNKS[1:]),
+        ([3, 0, MAX_TOKENS], {"activation": "clamped_swiglu", "shared": False}, (5,)),
     ):
         one = layer_pass(exchange, 1, tokens, **options)
         assert_close(one, layer_pass(None, 1, tokens, **options), 1e-6)
-        for chunks in CHUNKS[1:]:
+        for chunks in more:
             ours = layer_pass(exchange, chunks, tokens, **options)
             # Both outputs, both gradients of x.
             assert all(torch.equal(a, b) for a, b in zip(ours[:4], one[:4], strict=True))
@@ -113,8 +113,7 @@ def equal_for_every_number_of_chunks(exchange: Exchange) -> None:
 
 def coded_rows_travel_in_chunks_too(exchange: Exchange) -> None:
     tokens, payload = [MAX_TOKENS, 7, 1], Payload("mxfp8", "mxfp8")
-    # One rank by collectives sends, and codes, nothing.
-    theirs = layer_pass(None if dist.get_world_size() > 1 else exchange, 1, tokens, payload=payload)
+    theirs = layer_pass(None, 1, tokens, payload=payload)
     for chunks in (1, 3):
         assert_close(layer_pass(exchange, chunks, tokens, payload=payload), theirs, 1e-6)
 
@@ -122,8 +121,8 @@ def coded_rows_travel_in_chunks_too(exchange: Exchange) -> None:
 def nothing_is_sent_again_by_a_recomputation(exchange: Exchange) -> None:
     tokens = [MAX_TOKENS, 7, 1]
     expected = layer_pass(exchange, 1, tokens)
-    for mode in ("none", "selective", "full"):
-        for chunks in (1, 3):
+    for mode, numbers in (("none", (3,)), ("selective", (1,)), ("full", (1, 3))):
+        for chunks in numbers:
             before = epochs(exchange)
             ours = layer_pass(exchange, chunks, tokens, mode)
             assert_close(ours, expected, 1e-6)
@@ -193,22 +192,25 @@ def train(exchange: Exchange | None, chunks: int, mode: str) -> dict[str, Tensor
 
 def a_model_learns_the_same(exchange: Exchange) -> None:
     """Loss, auxiliary loss and balancing bias included: they are in the weights after a step."""
-    if dist.get_world_size() != 2:
-        return
     theirs = train(None, 1, "none")
     for chunks, mode in ((2, "none"), (3, "full")):
         for (name, a), b in zip(train(exchange, chunks, mode).items(), theirs.values(), strict=True):
             assert float((a - b).norm()) <= 1e-5 * float(b.norm()), name
 
 
-CHECKS = (
-    equal_for_every_number_of_chunks,
-    coded_rows_travel_in_chunks_too,
-    nothing_is_sent_again_by_a_recomputation,
-    fewer_pairs_than_come_are_noted,
-    a_compiled_graph_is_whole,
-    a_model_learns_the_same,
-)
+# By the number of ranks. The interpreter is slow, and ranks wait for each other by polling.
+CHECKS = {
+    1: (equal_for_every_number_of_chunks, a_compiled_graph_is_whole),
+    2: (
+        equal_for_every_number_of_chunks,
+        coded_rows_travel_in_chunks_too,
+        nothing_is_sent_again_by_a_recomputation,
+        fewer_pairs_than_come_are_noted,
+        a_compiled_graph_is_whole,
+        a_model_learns_the_same,
+    ),
+    3: (equal_for_every_number_of_chunks,),
+}
 
 
 def run_rank(rank: int, num_ranks: int, port: int, folder: str) -> None:
@@ -224,7 +226,7 @@ def run_rank(rank: int, num_ranks: int, port: int, folder: str) -> None:
     row_bytes, side_bytes = 4 * max(WIDTH, DEEPSEEK.dim), 8 * max(TOP_K, DEEPSEEK.moe.top_k)
     layout = plan_layout(num_ranks, MAX_TOKENS, num_ranks, row_bytes, side_bytes, max_chunks=max(CHUNKS))
     exchange = shared_exchange(Path(folder), layout, MAX_TOKENS, TOP_K)
-    for check in CHECKS:
+    for check in CHECKS[num_ranks]:
         problem = ""
         try:
             check(exchange)
@@ -242,7 +244,7 @@ def test_chunks_change_nothing(num_ranks: int, tmp_path: Path) -> None:
     mp.spawn(run_rank, (num_ranks, free_port(), str(tmp_path)), nprocs=num_ranks)
     problems = {
         f"{check.__name__}.{rank}": (tmp_path / f"{check.__name__}.{rank}").read_text()
-        for check in CHECKS
+        for check in CHECKS[num_ranks]
         for rank in range(num_ranks)
     }
     assert not any(problems.values()), "\n".join(f"{name}:\n{said}" for name, said in problems.items() if said)

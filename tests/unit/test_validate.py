@@ -63,9 +63,10 @@ def refusal(words: str) -> str:
         ("comms.chunks=0", "comms.chunks=0: must be at least 1; nearest legal: 1"),
         (
             "comms.chunks=2",
-            "comms.chunks=2 lets rows travel while fused kernels compute, which needs comms.backend=symm_mem instead "
-            "of auto; set that, or comms.chunks=1",
+            "comms.chunks=2 is about rows that travel while fused kernels compute, which needs comms.backend=symm_mem "
+            "instead of auto; set that, or comms.chunks=1",
         ),
+        ("comms.measure=true", "comms.measure=true is about rows that travel while fused kernels compute, which needs"),
         ("comms.chunks=2 comms.backend=symm_mem", "which needs model.moe.backend=fused instead of auto"),
         (
             "comms.chunks=2 comms.backend=symm_mem model.moe.backend=fused model.moe.linear_bias=true",
