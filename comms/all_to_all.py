@@ -141,12 +141,17 @@ def dispatch(
 def combine(plan: Plan, rows_RD: Tensor, payload: Payload = AS_IT_IS) -> Tensor:
     """Bring one row per (token, rank) back and sum them: out_TD in the dtype of the rows. Unsent tokens get zero."""
     if isinstance(plan, SymmetricPlan):
-        return combine_rows(plan, _EndOfRecomputation.apply(rows_RD, plan.index_NT), payload)  # type: ignore[arg-type]
+        return combine_rows(plan, end_of_recomputation(rows_RD, plan.index_NT), payload)
     if isinstance(plan, RecordPlan):
-        return combine_by_records(plan, _EndOfRecomputation.apply(rows_RD, plan.slots_TN), payload)  # type: ignore[arg-type]
+        return combine_by_records(plan, end_of_recomputation(rows_RD, plan.slots_TN), payload)
     if not plan.group_name:
         return rows_RD
-    return _Combine.apply(plan, _EndOfRecomputation.apply(rows_RD, plan.slots_TN), payload)  # type: ignore[no-any-return]
+    return _Combine.apply(plan, end_of_recomputation(rows_RD, plan.slots_TN), payload)  # type: ignore[no-any-return]
+
+
+def end_of_recomputation(rows_RD: Tensor, anchor: Tensor) -> Tensor:
+    """The rows themselves; checkpointing recomputes no more than what led to them. `anchor` is any tensor."""
+    return _EndOfRecomputation.apply(rows_RD, anchor)  # type: ignore[no-any-return]
 
 
 class _Dispatch(torch.autograd.Function):

@@ -24,7 +24,11 @@ class CommsConfig:
     # times etp). For symm_mem and nvshmem; null means the most that can come: every rank's tokens. More rows than that
     # stop the run before they change a weight.
     capacity: float | None = None
-    # Token chunks that are pipelined through dispatch, experts and combine.
+    # Token chunks that are pipelined through dispatch, experts and combine. More than one need backend=symm_mem and
+    # model.moe.backend=fused.
     chunks: int = 1
     # Thread blocks that move rows; null means chosen by size.
     num_ctas: int | None = None
+    # Measure how long devices stand still for rows that travel (perf/exposed_exchange_seconds): takes the host some
+    # microseconds per exchange. For backend=symm_mem and model.moe.backend=fused.
+    measure: bool = False

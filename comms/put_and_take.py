@@ -3,13 +3,14 @@
 Every exchange has two sides: a put ends with signals to other ranks, a take begins with waits for theirs. One launch
 does both. `sides` names them, so that tests can play several ranks in one process: all puts, then all takes.
 
-Shape suffixes: T tokens of this rank, N ranks, R room for received rows, D row width, X row width or bytes of a record,
-K side columns or ids per token.
+Shape suffixes: T tokens of this rank, N ranks, C chunks of tokens, R room for received rows, D row width, X row width
+or bytes of a record, K side columns or ids per token.
 """
 
 # Kernels have no types: nor have the arguments of a launch.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false
 
+import functools
 import math
 import os
 from contextlib import AbstractContextManager
@@ -37,6 +38,8 @@ SUM_TOKENS, SUM_NUMBERS, SUM_COLUMNS = 8, 8192, 2048
 BYTES_PER_CTA, MAX_CTAS = 2**16, 32
 # Programs that take: one for each multiprocessor without a put, but no fewer than this part of all.
 LEAST_TAKE_PART = 0.5
+# Programs of an exchange that travels beside other work, which leaves as many multiprocessors to it: put and take.
+BESIDE_PUT, BESIDE_TAKE = 12, 12
 NUM_WARPS = 16
 # Tokens whose rows one program numbers, and blocks of tokens whose counts it adds up at a time.
 PLAN_TOKENS, PLAN_STRIP = 256, 128
@@ -52,40 +55,59 @@ class Order(NamedTuple):
     index_NT: Tensor
     # Token of each row for rank n, as far as there are rows.
     tokens_NT: Tensor
-    # (2, N): rows and ids for each rank.
-    sent_2N: Tensor
+    # (C, 2, N): rows and ids of each chunk for each rank.
+    sent_C2N: Tensor
 
 
-def order_rows(ids_TK: Tensor, num_ranks: int, ids_per_rank: int) -> Order:
+def order_rows(ids_TK: Tensor, num_ranks: int, ids_per_rank: int, chunks: int = 1) -> Order:
     """Number the rows for each rank in the order of tokens. Rank n owns ids n * ids_per_rank and on; -1 is no id."""
     num_tokens, num_ids = ids_TK.shape
-    blocks = max(-(-num_tokens // PLAN_TOKENS), 1)
-    index_NT, tokens_NT, sent_2N, counts = (
+    blocks = _plan_blocks(num_tokens)
+    index_NT, tokens_NT, sent_C2N, counts = (
         torch.empty(shape, dtype=torch.int32, device=ids_TK.device)
-        for shape in ((num_ranks, num_tokens), (num_ranks, num_tokens), (2, num_ranks), (2 * num_ranks, blocks))
+        for shape in ((num_ranks, num_tokens), (num_ranks, num_tokens), (chunks, 2, num_ranks), (2 * num_ranks, blocks))
     )
     ids_TK = ids_TK.contiguous()
     sizes = {"NUM_RANKS": num_ranks, "NUM_IDS": num_ids, "IDS": _power_of_2(num_ids), "BLOCK": PLAN_TOKENS}
     with torch.cuda.device(ids_TK.device) if ids_TK.is_cuda else torch.no_grad():
         count_rows_kernel[(blocks,)](ids_TK, counts, num_tokens, ids_per_rank, **sizes)
         place_rows_kernel[(blocks,)](
-            ids_TK, counts, index_NT, tokens_NT, sent_2N, num_tokens, ids_per_rank, **sizes, STRIP=PLAN_STRIP
-        )
-    return Order(index_NT, tokens_NT, sent_2N)
+            ids_TK, counts, index_NT, tokens_NT, sent_C2N, num_tokens, ids_per_rank, **sizes, STRIP=PLAN_STRIP,
+            CHUNKS=chunks,
+        )  # fmt: skip
+    return Order(index_NT, tokens_NT, sent_C2N)
+
+
+def _plan_blocks(num_tokens: int) -> int:
+    """Blocks of tokens that the plan's kernels count; chunks are made of whole ones."""
+    return max(-(-num_tokens // PLAN_TOKENS), 1)
+
+
+def chunk_ends(num_tokens: int, chunks: int) -> list[int]:
+    """Where each chunk of the tokens ends: as equal as whole blocks of them allow; one may have none."""
+    blocks = _plan_blocks(num_tokens)
+    return [min((chunk + 1) * blocks // chunks * PLAN_TOKENS, num_tokens) for chunk in range(chunks)]
+
+
+def chunk_bound(num_tokens: int, chunks: int) -> int:
+    """The most tokens of one chunk, if a rank has no more than `num_tokens`."""
+    return -(-_plan_blocks(num_tokens) // chunks) * PLAN_TOKENS
 
 
 def exchange_counts(
-    exchange: Exchange, sent_2N: Tensor, tag: int, item_bound: int, sides: Sides = BOTH
+    exchange: Exchange, sent_C2N: Tensor, tag: int, item_bound: int, sides: Sides = BOTH
 ) -> tuple[Tensor, Tensor]:
     """Tell every rank this one's rows and items for it, and learn theirs: (routes, totals)."""
-    num_ranks = exchange.num_ranks
-    routes = exchange.overflow.new_empty(3, num_ranks, num_ranks)
-    totals = exchange.overflow.new_empty(2)
+    num_ranks, chunks = exchange.num_ranks, sent_C2N.shape[0]
+    assert chunks <= exchange.layout.max_chunks, (chunks, exchange.layout)
+    routes = exchange.overflow.new_empty(chunks, 4, num_ranks, num_ranks)
+    totals = exchange.overflow.new_empty(chunks + 1)
     with _on(exchange):
         counts_kernel[(1,)](
-            exchange.pointers, exchange.errors, exchange.state, exchange.overflow, sent_2N, routes, totals,
+            exchange.pointers, exchange.errors, exchange.state, exchange.overflow, sent_C2N, routes, totals,
             exchange.rank, tag, exchange.limit, exchange.layout.row_bound, item_bound, exchange.layout.table_at,
-            **_channel(exchange, COUNTS), PUT=sides[0], TAKE=sides[1], CLOCK=exchange.has_clock, num_warps=1,
+            **_channel(exchange, COUNTS), CHUNKS=chunks, COLUMNS=_power_of_2(2 * chunks * num_ranks),
+            PUT=sides[0], TAKE=sides[1], CLOCK=exchange.has_clock, num_warps=1,
         )  # fmt: skip
     return routes, totals
 
@@ -110,10 +132,17 @@ def move_there(
     tag: int,
     payload: str = "model",
     sides: Sides = BOTH,
+    fill: bool = True,
+    beside: bool = False,
 ) -> None:
     """Put rows and side columns at their places at other ranks; take what comes, and own rows, into `out`.
 
     Every row of `out`, this rank's own included, has been coded as the payload says and decoded.
+
+    Args:
+        routes: of one chunk of the tokens.
+        fill: write weights 0 and ids -1 behind the last row.
+        beside: leave most of the device to others.
     """
     is_coded = payload != "model"
     (num_rows, width), num_ids = out.rows_RD.shape, ids_TK.shape[1]
@@ -121,9 +150,9 @@ def move_there(
     weight_words = words_of(weights_TK)
     row_words = record_bytes(width, BLOCK) // 4 if is_coded else rows.shape[1]
     _check_sizes(exchange, row_words, weight_words.shape[1] + num_ids)
-    put = _put_programs(exchange, 4 * row_words * tokens_NT.numel())
+    put = _put_programs(exchange, 4 * row_words * tokens_NT.numel(), beside)
     piece_rows = _piece_rows(exchange, 4 * row_words)
-    take = _take_programs(exchange, put, -(-num_rows // piece_rows))
+    take = _take_programs(exchange, put, -(-num_rows // piece_rows), beside)
     put, take = put * sides[0], take * sides[1]
     with _on(exchange):
         dispatch_kernel[(put + take,)](
@@ -135,7 +164,7 @@ def move_there(
             WORDS=row_words, WEIGHT_WORDS=weight_words.shape[1], NUM_IDS=num_ids,
             WIDTH=width, CODE_BLOCK=BLOCK if is_coded else 0, NUMBERS=CODED_NUMBERS,
             VECTOR=16 // rows.element_size(), CAST=can_cast(x_TD),
-            BLOCK=MOVE_UNITS, SIDE_BLOCK=SIDE_WORDS, CLOCK=exchange.has_clock, JITTER=exchange.jitter,
+            BLOCK=MOVE_UNITS, SIDE_BLOCK=SIDE_WORDS, CLOCK=exchange.has_clock, JITTER=exchange.jitter, FILL=fill,
             num_warps=NUM_WARPS,
         )  # fmt: skip
 
@@ -150,10 +179,16 @@ def move_back(
     side_TK: Tensor,
     tag: int,
     sides: Sides = BOTH,
+    tokens: tuple[int, int] | None = None,
+    beside: bool = False,
 ) -> None:
     """Put received rows and side columns back to where they were sent from; add up per token what comes back.
 
     Rows are as those of `out`, or records of them (uint8).
+
+    Args:
+        tokens: first and end of the chunk that `routes` are of; None: there is but one.
+        beside: leave most of the device to others.
     """
     words, side_words = words_of(rows_RX), words_of(side_RK)
     (num_tokens, width), row_words = out_TD.shape, words.shape[1]
@@ -161,13 +196,14 @@ def move_back(
     # Whole blocks that share a scale.
     columns = max(min(_power_of_2(width), SUM_COLUMNS), BLOCK if is_coded else 1)
     _check_sizes(exchange, row_words, side_words.shape[1])
-    put = _put_programs(exchange, 4 * words.numel())
-    take = _take_programs(exchange, put, -(-num_tokens // SUM_TOKENS))
+    begin, end = tokens or (0, num_tokens)
+    put = _put_programs(exchange, 4 * words.numel(), beside)
+    take = _take_programs(exchange, put, -(-(end - begin) // SUM_TOKENS), beside)
     put, take = put * sides[0], take * sides[1]
     with _on(exchange):
         combine_kernel[(put + take,)](
             exchange.pointers, exchange.errors, exchange.state, words, side_words, index_NT, routes, out_TD, side_TK,
-            exchange.rank, tag, exchange.limit, put, num_tokens,
+            exchange.rank, tag, exchange.limit, put, num_tokens, begin, end,
             exchange.layout.returns_at, exchange.layout.return_side_at,
             **_channel(exchange, RETURNS), PIECE_ROWS=_piece_rows(exchange, 4 * row_words),
             WORDS=row_words, SIDE_WORDS=side_words.shape[1], SIDE_UNIT=math.gcd(side_words.shape[1], 4),
@@ -214,21 +250,29 @@ def _piece_rows(exchange: Exchange, row_bytes: int) -> int:
     return max((exchange.piece_bytes or PIECE_BYTES) // row_bytes, 1)
 
 
-def _put_programs(exchange: Exchange, num_bytes: int) -> int:
+def _put_programs(exchange: Exchange, num_bytes: int, beside: bool) -> int:
     """Few enough to leave multiprocessors to others."""
     programs = exchange.num_ctas or max(1, min(MAX_CTAS, num_bytes // BYTES_PER_CTA))
+    programs = min(programs, BESIDE_PUT) if beside else programs
     # Turns go round the other ranks: every program is to come to all of them, or some would have more to do.
     while programs > 1 and math.gcd(programs, exchange.num_ranks - 1) > 1:
         programs -= 1
     return programs
 
 
-def _take_programs(exchange: Exchange, put: int, pieces: int) -> int:
+def _take_programs(exchange: Exchange, put: int, pieces: int, beside: bool) -> int:
     """They wait most of the time, but what came last is to be taken fast."""
     if not exchange.arena.is_cuda:
         return 3
-    processors = torch.cuda.get_device_properties(exchange.arena.device).multi_processor_count
-    return max(1, min(pieces, max(processors - put, int(LEAST_TAKE_PART * processors))))
+    processors = num_processors(exchange.arena.device)
+    most = BESIDE_TAKE if beside else max(processors - put, int(LEAST_TAKE_PART * processors))
+    return max(1, min(pieces, most))
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _on(exchange: Exchange) -> AbstractContextManager[Any]:

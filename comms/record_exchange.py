@@ -81,7 +81,7 @@ class RecordPlan:
     num_tokens: int
     # int32: where token t's record for rank n stands among those that this rank sends, -1 if there is none.
     slots_TN: Tensor
-    # int32 (3, N, N): see comms/kernels/routes.py.
+    # int32 (3, N, N): rows from m to n, the first one's place at n, its place among those that m sends.
     routes: Tensor
     # int32 (2,): rows received and the items that they feed here.
     totals: Tensor
@@ -263,7 +263,7 @@ def number_rows(ids_TK: Tensor, num_ranks: int, ids_per_rank: int) -> tuple[Tens
     """index_NT and sent_2N of comms.put_and_take.order_rows; in plain PyTorch where no kernel runs."""
     if on_triton(ids_TK):
         order = order_rows(ids_TK, num_ranks, ids_per_rank)
-        return order.index_NT, order.sent_2N
+        return order.index_NT, order.sent_C2N[0]
     owner_TK = torch.where(ids_TK >= 0, ids_TK // ids_per_rank, -1)
     items_NT = torch.stack([(owner_TK == rank).sum(1) for rank in range(num_ranks)])
     goes_NT = items_NT > 0

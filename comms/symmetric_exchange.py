@@ -12,8 +12,8 @@ Dispatch and combine are one launch each, in which rows are taken while others s
 it puts them and decodes them as it takes them out of the arena; this rank's own go straight to their place. Combine
 sends records that were made before, and adds up what lies in the arena.
 
-Shape suffixes: T tokens of this rank, N ranks, R room for received rows, D row width, X row width or bytes of a record,
-K side columns.
+Shape suffixes: T tokens of this rank, N ranks, C chunks of tokens (one, but for comms/beside.py), R room for received
+rows, D row width, X row width or bytes of a record, K side columns.
 """
 
 from dataclasses import dataclass
@@ -52,9 +52,9 @@ class SymmetricPlan:
     # int32: token t's row is this one (from 0) of those that this rank has for rank n (-1: none), and the other way.
     index_NT: Tensor
     tokens_NT: Tensor
-    # int32 (3, N, N): see comms/kernels/routes.py.
+    # int32 (C, 4, N, N): see comms/kernels/routes.py.
     routes: Tensor
-    # int32 (2,): rows received and the items that they feed here.
+    # int32 (C + 1,): where each chunk's rows end here, and the items that all of them feed.
     totals: Tensor
     # Room for items: no more than this many are worked on.
     num_items: int
@@ -71,14 +71,15 @@ class SymmetricPlan:
 
 
 def plan_exchange(
-    ids_TK: Tensor, ids_per_rank: int, exchange: Exchange, layer: int, item_bound: int
-) -> SymmetricPlan:  # fmt: skip
+    ids_TK: Tensor, ids_per_rank: int, exchange: Exchange, layer: int, item_bound: int, chunks: int = 1
+) -> SymmetricPlan:
     """Plan the exchange of this rank's T tokens: each goes to every rank that owns one of its ids.
 
     Args:
         ids_TK: integer; rank n owns ids n * ids_per_rank to (n + 1) * ids_per_rank, and -1 is no id.
         layer: the same on every rank, or the mismatch is reported.
         item_bound: ids that this rank has room for; more are noted as an overflow.
+        chunks: parts of the tokens that travel one by one; `dispatch` and `combine` take plans of one.
 
     Raises:
         ValueError: more tokens than the exchange was made for.
@@ -93,7 +94,7 @@ def plan_exchange(
         )
     tag = tag_of(layer, PLAN)
     index_NT, tokens_NT, routes, totals = exchange_routes(
-        exchange.state, ids_TK, exchange.num_ranks, ids_per_rank, exchange.name, tag, item_bound
+        exchange.state, ids_TK, exchange.num_ranks, ids_per_rank, exchange.name, tag, item_bound, chunks
     )
     return SymmetricPlan(exchange, layer, num_tokens, index_NT, tokens_NT, routes, totals, item_bound)
 
@@ -143,6 +144,7 @@ def _there(
     plan: SymmetricPlan, step: int, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Received rows, weights and ids, with room for all that may come."""
+    assert plan.routes.shape[0] == 1, "chunks travel by comms/beside.py"
     state, name, tag = plan.exchange.state, plan.exchange.name, tag_of(plan.layer, step)
     tables = plan.tokens_NT, plan.routes, plan.totals
     return symmetric_dispatch(state, x_TD, weights_TK, ids_TK, *tables, name, tag, plan.num_rows, payload)
@@ -163,20 +165,35 @@ def _back(plan: SymmetricPlan, step: int, rows_RD: Tensor, side_RK: Tensor, payl
 
 @torch.library.custom_op("sluicegate::exchange_routes", mutates_args=("state",))
 def exchange_routes(
-    state: Tensor, ids_TK: Tensor, num_ranks: int, ids_per_rank: int, name: str, tag: int, item_bound: int
+    state: Tensor,
+    ids_TK: Tensor,
+    num_ranks: int,
+    ids_per_rank: int,
+    name: str,
+    tag: int,
+    item_bound: int,
+    chunks: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Number the rows for each rank and tell it: (index_NT, tokens_NT, routes, totals)."""
     exchange = find_exchange(name)
     assert num_ranks == exchange.num_ranks, (num_ranks, exchange.num_ranks)
-    order = order_rows(ids_TK, num_ranks, ids_per_rank)
-    return order.index_NT, order.tokens_NT, *exchange_counts(exchange, order.sent_2N, tag, item_bound)
+    order = order_rows(ids_TK, num_ranks, ids_per_rank, chunks)
+    return order.index_NT, order.tokens_NT, *exchange_counts(exchange, order.sent_C2N, tag, item_bound)
 
 
 @exchange_routes.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(
-    state: Tensor, ids_TK: Tensor, num_ranks: int, ids_per_rank: int, name: str, tag: int, item_bound: int
+    state: Tensor,
+    ids_TK: Tensor,
+    num_ranks: int,
+    ids_per_rank: int,
+    name: str,
+    tag: int,
+    item_bound: int,
+    chunks: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shapes = ((num_ranks, ids_TK.shape[0]), (num_ranks, ids_TK.shape[0]), (3, num_ranks, num_ranks), (2,))
+    table = num_ranks, ids_TK.shape[0]
+    shapes = (table, table, (chunks, 4, num_ranks, num_ranks), (chunks + 1,))
     index_NT, tokens_NT, routes, totals = (ids_TK.new_empty(shape, dtype=torch.int32) for shape in shapes)
     return index_NT, tokens_NT, routes, totals
 

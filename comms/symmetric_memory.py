@@ -3,7 +3,7 @@
 An arena is one allocation per rank, alike on all of them (bytes, from its start):
 
     flags     int64: per channel those of comms/kernels/flags.py; then one word that says "failed"
-    table     int32 (N, 2N): rank m's row says how many rows, then items, it has for each rank
+    table     int32 (N, C, 2N): rank m's row says how many rows, then items, each chunk of tokens has for each rank
     rows      what arrives by dispatch: row_bound rows, and their side words
     returns   what comes back by combine: return_bound rows, and their side words
 
@@ -51,6 +51,8 @@ class ArenaLayout:
     row_bytes: int
     side_bytes: int
     max_pieces: int = MAX_PIECES
+    # Chunks of tokens that one plan can tell apart.
+    max_chunks: int = 1
 
     @property
     def failed_at(self) -> int:
@@ -65,7 +67,7 @@ class ArenaLayout:
     @property
     def rows_at(self) -> int:
         """Rows of dispatch."""
-        return self.table_at + _aligned(8 * self.num_ranks**2)
+        return self.table_at + _aligned(8 * self.max_chunks * self.num_ranks**2)
 
     @property
     def side_at(self) -> int:
@@ -103,6 +105,7 @@ def plan_layout(
     row_bytes: int,
     side_bytes: int,
     capacity: float | None = None,
+    max_chunks: int = 1,
 ) -> ArenaLayout:
     """The arena for dispatches of up to `max_tokens` tokens per rank, each sent to up to `max_copies` ranks.
 
@@ -110,6 +113,7 @@ def plan_layout(
         row_bytes: the widest row; a multiple of 16.
         side_bytes: the widest side columns; a multiple of 4.
         capacity: rows received per own token; None: every rank's tokens may come.
+        max_chunks: chunks of tokens that one plan can tell apart.
 
     Raises:
         ValueError: rows that cannot be moved 16 bytes at a time.
@@ -122,7 +126,8 @@ def plan_layout(
     assert side_bytes % 4 == 0, side_bytes
     worst = num_ranks * max_tokens
     row_bound = worst if capacity is None else min(worst, room_for(capacity, max_tokens))
-    return ArenaLayout(num_ranks, row_bound, max_tokens * min(num_ranks, max_copies), row_bytes, side_bytes)
+    return_bound = max_tokens * min(num_ranks, max_copies)
+    return ArenaLayout(num_ranks, row_bound, return_bound, row_bytes, side_bytes, max_chunks=max_chunks)
 
 
 def room_for(multiple: float, count: int) -> int:
@@ -161,6 +166,10 @@ class Exchange:
     items_per_token: int = 1
     # Says what a tag stands for.
     describe_tag: Callable[[int], str] = str
+    # What travels beside other work is launched here; None on the CPU, where all is done in order.
+    stream: torch.cuda.Stream | None = field(default=None, repr=False)
+    # Beginnings and ends of what others waited for on the device; None: nobody measures.
+    waits: list[tuple[torch.Event, torch.Event]] | None = field(default=None, repr=False)
     # Keeps the mapping alive.
     handle: object = field(default=None, repr=False)
 
@@ -252,6 +261,19 @@ def overflow_flag() -> Tensor | None:
     return torch.cat(found).any().float() if found else None
 
 
+def exposed_seconds() -> float:
+    """How long this device has stood still for rows that travel since the last call, where exchanges measure it.
+
+    What was launched must have ended.
+    """
+    total = 0.0
+    for exchange in exchanges():
+        if exchange.waits:
+            total += sum(begin.elapsed_time(end) for begin, end in exchange.waits) / 1e3
+            exchange.waits.clear()
+    return total
+
+
 def forget_exchanges() -> None:
     """Give up every arena of this process, before its process groups end. Nothing may be under way."""
     _EXCHANGES.clear()
@@ -287,6 +309,7 @@ def create_exchange(
     describe_tag: Callable[[int], str] = str,
     piece_bytes: int | None = None,
     items_per_token: int = 1,
+    measure: bool = False,
 ) -> Exchange:
     """Allocate this rank's arena, map the others' and check the mapping. Collective over the group.
 
@@ -322,6 +345,9 @@ def create_exchange(
         piece_bytes=piece_bytes,
         items_per_token=items_per_token,
         describe_tag=describe_tag,
+        # Its programs get multiprocessors before those of other work.
+        stream=torch.cuda.Stream(device, priority=-1),
+        waits=[] if measure else None,
         handle=handle,
     )
     # Flags are zero everywhere before the first signal.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from comms.kernels.gather_sum import gather_sum
 from moe.config import MoEConfig
+from moe.exchanged_experts import Through, exchanged_experts
 from moe.fused_experts import fused_experts
 from moe.grouped_gemm import clear_tail_, grouped_linear, resolve_backend
 from moe.kernels.pair_rows import expand_rows
@@ -67,6 +68,8 @@ class GroupedExperts(nn.Module):
         # How sorted rows meet their experts' matrices, and by what recipe: see `use_recipe`.
         self.linear: Callable[..., Tensor] = grouped_linear
         self.recipe: Recipe | None = None
+        # Whether exchanged experts keep h for backward; where the block is checkpointed they compute it again.
+        self.keeps_hidden = True
         # False on all but one of the ranks that share each expert's hidden units: partial sums have one bias.
         self.adds_down_bias = True
         num_experts, hidden = config.num_experts, config.expert_dim
@@ -79,15 +82,28 @@ class GroupedExperts(nn.Module):
             self.b_gate_up = self.b_down = None
 
     def forward(
-        self, rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor, num_pairs: int, exact: bool = True
+        self,
+        rows_RD: Tensor,
+        ids_RK: Tensor,
+        weights_RK: Tensor,
+        num_pairs: int,
+        exact: bool = True,
+        through: Through | None = None,
     ) -> Tensor:
         """out_RD[r] = sum over k of weights[r, k] * expert[ids[r, k]](rows[r]); ids are local, -1 means none.
 
         Args:
             num_pairs: how many ids are not -1; or, not `exact`, room for so many: rows without ids may hold anything.
+            through: rows, ids (of all experts) and weights are those of this rank's tokens, and so is the result: they
+                travel to their experts and back.
         """
-        backend = resolve_backend(self.config.backend, rows_RD.dtype, rows_RD.device)
         w_gate_up, w_down = local(self.w_gate_up), local(self.w_down)
+        if through is not None:
+            weights = w_gate_up, w_down
+            return exchanged_experts(
+                through, rows_RD, weights_RK, ids_RK, *weights, self.config.activation, self.keeps_hidden
+            )
+        backend = resolve_backend(self.config.backend, rows_RD.dtype, rows_RD.device)
         b_gate_up = None if self.b_gate_up is None else local(self.b_gate_up)
         b_down = local(self.b_down) if self.b_down is not None and self.adds_down_bias else None
         if backend == "reference":
@@ -129,6 +145,11 @@ class GroupedExperts(nn.Module):
             bias_PD = _per_pair(b_down, offsets_E, x_PD.shape[0])
             y_PD = y_PD + (bias_PD * weights_P[:, None]).to(y_PD.dtype)
         return y_PD
+
+    def can_exchange(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether `forward` can have rows of this kind travel: fused kernels compute, and there is nothing to add."""
+        fused = resolve_backend(self.config.backend, dtype, device) == "fused"
+        return fused and self.recipe is None and self._is_plain
 
     @property
     def _is_plain(self) -> bool:

@@ -27,20 +27,24 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from comms.kernels.e4m3 import can_cast
 from comms.kernels.gather_sum import gather_sum
+from moe.fused_launches import (
+    ACT_COLUMNS,
+    ACT_ROWS,
+    activation_of,
+    launch_act_grad,
+    launch_rows,
+    launch_up,
+    launch_weight_grad,
+)
 from moe.grouped_gemm import clear_tail_
 from moe.kernels import fused_experts as kernels
-from moe.kernels.fused_experts import act_grad_kernel, act_kernel, rows_kernel, up_kernel, weight_grad_kernel
+from moe.kernels.fused_experts import act_kernel
 from moe.kernels.pair_rows import expand_rows, gather_sums
 from moe.kernels.sort_pairs import Pairs
-from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE
-from moe.tiles import Shape, Tile, Work, choose_tiles, tile_for
-
-# Pairs and columns of one program of the activation's gradient.
-ACT_ROWS, ACT_COLUMNS = 8, 256
+from moe.tiles import Shape, Tile, Work, choose_tiles
 
 
 def fused_experts(
@@ -151,16 +155,9 @@ def up(
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """h (P, 2F), gate first, and w[p] * act(h[p]) (P, F)."""
-    (E, _, F, D), P = w_E2FD.shape, rows_P.shape[0]
-    tile = tile_for("up", (E, D, F))
+    P, F = rows_P.shape[0], w_E2FD.shape[2]
     h_PH, a_PF = rows_RD.new_empty(P, 2 * F), rows_RD.new_empty(P, F)
-    if P:
-        w_desc = TensorDescriptor.from_tensor(w_E2FD.view(E * 2, F, D), [2, tile.n, tile.k])
-        up_kernel[_grid(rows_RD)](
-            rows_RD, rows_P, weights_P, w_desc, b_E2F, offsets_E, h_PH, a_PF, D, F, E,
-            EXPERTS=triton.next_power_of_2(E), HAS_BIAS=b_E2F is not None, EVEN_K=D % tile.k == 0, PARTS=tile.parts,
-            **_activation(activation), **_launch(rows_RD, tile),
-        )  # fmt: skip
+    launch_up(rows_RD, rows_P, weights_P, w_E2FD, b_E2F, offsets_E, h_PH, a_PF, activation)
     return h_PH, a_PF
 
 
@@ -208,7 +205,7 @@ def coded_act(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: st
     if P:
         act_kernel[(triton.cdiv(P, ACT_ROWS) * triton.cdiv(F, ACT_COLUMNS),)](
             h_PH, weights_P, offsets_E, values_PF.view(torch.uint8), scales_PS, F, offsets_E.shape[0],
-            ROWS=ACT_ROWS, BLOCK=ACT_COLUMNS, CAST=can_cast(h_PH), **_activation(activation),
+            ROWS=ACT_ROWS, BLOCK=ACT_COLUMNS, CAST=can_cast(h_PH), **activation_of(activation),
         )  # fmt: skip
     return values_PF, scales_PS
 
@@ -264,16 +261,12 @@ def _act_grad(
     activation: str,
     coded: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    (P, F), E = da_PF.shape, offsets_E.shape[0]
+    P, F = da_PF.shape
     assert coded is None or F % 128 == 0, F
     dh_PH, dots_P = torch.empty_like(h_PH), torch.empty(P, dtype=torch.float32, device=h_PH.device)
-    values, scales = (None, None) if coded is None else (coded[0].view(torch.uint8), coded[1])
-    block = ACT_COLUMNS if coded else min(ACT_COLUMNS, triton.next_power_of_2(F))
-    if P:
-        act_grad_kernel[(triton.cdiv(P, ACT_ROWS),)](
-            da_PF, weights_P, offsets_E, h_PH, dh_PH, values, scales, dots_P, F, E,
-            ROWS=ACT_ROWS, BLOCK=block, CODED=coded is not None, CAST=can_cast(h_PH), **_activation(activation),
-        )  # fmt: skip
+    bytes_and_scales = None if coded is None else (coded[0].view(torch.uint8), coded[1])
+    E = offsets_E.shape[0]
+    launch_act_grad(da_PF, h_PH, weights_P, offsets_E, dh_PH, dots_P, activation, E, bytes_and_scales)
     return dh_PH, dots_P
 
 
@@ -300,17 +293,8 @@ def act_grad(
 @torch.library.custom_op("sluicegate::experts_weight_grad", mutates_args=())
 def weight_grad(left_PM: Tensor, right_PN: Tensor, offsets_E: Tensor) -> Tensor:
     """(E, M, N): the sum over each expert's pairs of left[p] right[p]^T; exactly zero for an expert without pairs."""
-    E = offsets_E.shape[0]
-    tile = tile_for("weight_grad", (E, left_PM.shape[1], right_PN.shape[1]))
-    out_EMN = left_PM.new_empty(E, left_PM.shape[1], right_PN.shape[1])
-    if left_PM.shape[0] == 0:
-        return out_EMN.zero_()
-    left_desc = TensorDescriptor.from_tensor(left_PM, [tile.k, tile.m])
-    right_desc = TensorDescriptor.from_tensor(right_PN, [tile.k, tile.n])
-    weight_grad_kernel[_grid(left_PM)](
-        left_desc, right_desc, left_PM, right_PN, offsets_E, out_EMN, left_PM.shape[1], right_PN.shape[1], E,
-        **_launch(left_PM, tile),
-    )  # fmt: skip
+    out_EMN = left_PM.new_empty(offsets_E.shape[0], left_PM.shape[1], right_PN.shape[1])
+    launch_weight_grad(left_PM, right_PN, offsets_E, out_EMN)
     return out_EMN
 
 
@@ -328,44 +312,9 @@ def _rows_times(
     bias_EO: Tensor | None = None,
     weights_P: Tensor | None = None,
 ) -> Tensor:
-    """w[e] a[p] with w (E, O, I); or, transposed, w[e]^T a[p] with w (E, I, O)."""
-    inner, width = a_PI.shape[1], w_E.shape[2 if transposed else 1]
-    tile = tile_for(kernel, (w_E.shape[0], inner, width))
-    out_PO = a_PI.new_empty(a_PI.shape[0], width)
-    if a_PI.shape[0] == 0:
-        return out_PO
-    a_desc = TensorDescriptor.from_tensor(a_PI, [tile.m, tile.k])
-    block = [tile.k, tile.n] if transposed else [tile.n, tile.k]
-    b_desc = TensorDescriptor.from_tensor(w_E.view(-1, w_E.shape[2]), block)
-    rows_kernel[_grid(a_PI)](
-        a_desc, b_desc, bias_EO, weights_P, offsets_E, out_PO, inner, width, w_E.shape[0],
-        EXPERTS=triton.next_power_of_2(w_E.shape[0]), HAS_BIAS=bias_EO is not None, TRANSPOSED=transposed,
-        EVEN_K=inner % tile.k == 0, **_launch(a_PI, tile),
-    )  # fmt: skip
+    out_PO = a_PI.new_empty(a_PI.shape[0], w_E.shape[2 if transposed else 1])
+    launch_rows(kernel, a_PI, w_E, offsets_E, out_PO, transposed, bias_EO, weights_P)
     return out_PO
-
-
-def _grid(tensor: Tensor) -> tuple[int]:
-    """One program per multiprocessor; a few under the interpreter."""
-    return (torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 3,)
-
-
-def _activation(name: str) -> dict[str, Any]:
-    return {"CLAMPED": name == "clamped_swiglu", "LIMIT": CLAMP_LIMIT, "SLOPE": CLAMP_SLOPE}
-
-
-def _launch(tensor: Tensor, tile: Tile) -> dict[str, Any]:
-    return {
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
-        "GROUP": tile.group,
-        # Of products of fp32; others are exact anyway.
-        "PRECISION": "ieee",
-        "PROGRAMS": _grid(tensor)[0],
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
 
 
 def _one_hot(offsets_E: Tensor, like_PX: Tensor) -> Tensor:

@@ -7,7 +7,8 @@
     5. combine    one row per (token, rank) comes back and is summed      comms/all_to_all.py
 
 Rows travel by collectives, or through symmetric memory (comms/symmetric_exchange.py on one host,
-comms/record_exchange.py on many) behind the same two functions.
+comms/record_exchange.py on many) behind the same two functions. On one host fused experts take steps 3 to 5 as one
+(moe/exchanged_experts.py), in which rows travel while experts compute.
 Dispatch moves rows between ranks; experts are a local matter. On one rank steps 3 and 5 are the identity, so there is
 one path for every layout. Beside it the shared expert, if there is one, sees every token.
 
@@ -24,13 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comms.all_to_all import AS_IT_IS, Plan, combine, dispatch, plan_dispatch
+from comms.all_to_all import AS_IT_IS, Plan, combine, dispatch, end_of_recomputation, plan_dispatch
 from comms.collectives import gather_dim, gather_over_ranks, reduce_scatter, sum_over_ranks
 from comms.record_exchange import RecordExchange, plan_records
 from comms.split_sequence import SplitSequence
-from comms.symmetric_exchange import plan_exchange
+from comms.symmetric_exchange import SymmetricPlan, plan_exchange
 from comms.symmetric_memory import Exchange, room_for
 from moe.config import MoEConfig
+from moe.exchanged_experts import Through, depart
 from moe.experts import GroupedExperts
 from moe.feed_forward import FeedForward
 from moe.load_balance import batch_aux_loss, count_tokens, sequence_aux_loss, z_loss
@@ -58,6 +60,14 @@ class MoEStats(NamedTuple):
     tokens_per_expert_E: Tensor
     # int64 scalar: pairs dropped by capacity.
     dropped: Tensor
+
+
+class Tokens(NamedTuple):
+    """Tokens with their routing."""
+
+    x_TD: Tensor
+    weights_TK: Tensor
+    ids_TK: Tensor
 
 
 class Router(nn.Module):
@@ -99,6 +109,8 @@ class MoE(nn.Module):
         self.data_group: dist.ProcessGroup | None = None
         self.sequence: SplitSequence | None = None
         self.exchange: Exchange | None = None
+        # Parts of the tokens that travel and compute one by one, if steps 3 to 5 are one.
+        self.chunks = 1
         # What rows and gradients are sent as.
         self.dispatch_payload = self.combine_payload = AS_IT_IS
         # Among the MoE layers of the model: ranks that meet in an exchange must be in the same layer.
@@ -127,44 +139,74 @@ class MoE(nn.Module):
         )
         # The exchange back comes last: a recomputation for backward stops at the last tensor it needs, before it.
         stats = self.balance(routing, mask_T, x_BSD.shape[1], scale)
+        tokens = self.gather_tokens(x_TD, routing)
+        plan = self.plan(tokens.ids_TK, mask_T)
+        through = self.through(plan, x_TD)
+        if through is not None and self.shared is not None:
+            # Rows travel while the shared expert computes.
+            depart(through, tokens.x_TD, tokens.weights_TK, tokens.ids_TK)
         shared_TD = None if self.shared is None else self.shared(x_TD)
-        y_TD = self.routed_experts(x_TD, routing, mask_T)
+        y_TD = self.routed_experts(tokens, plan, through)
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
         return y_TD.view_as(x_BSD), stats
 
-    def routed_experts(self, x_TD: Tensor, routing: Routing, mask_T: Tensor | None = None) -> Tensor:
-        """Steps 2 to 5 for tokens that have been routed."""
-        ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
-        if self.etp_group is not None:
-            # Each of these ranks has a slice of every expert, so each needs all their rows; their results are partial.
-            group = self.etp_group.group_name
-            x_TD, weights_TK = gather_dim(x_TD, 0, group), gather_dim(weights_TK, 0, group)
-            ids_TK = gather_over_ranks(ids_TK, group, self.etp_group.size()).flatten(0, 1)
+    def gather_tokens(self, x_TD: Tensor, routing: Routing) -> Tokens:
+        """What is dispatched. With etp each of its ranks has a slice of every expert, so each needs all their rows."""
+        tokens = Tokens(x_TD, routing.topk_weights_TK, routing.topk_ids_TK)
+        if self.etp_group is None:
+            return tokens
+        group = self.etp_group.group_name
+        ids_TK = gather_over_ranks(tokens.ids_TK, group, self.etp_group.size()).flatten(0, 1)
+        return Tokens(gather_dim(x_TD, 0, group), gather_dim(tokens.weights_TK, 0, group), ids_TK)
 
-        num_ranks = 1 if self.ep_group is None else self.ep_group.size()
-        experts_per_rank = self.config.num_experts // num_ranks
-        every_id_used = self.config.capacity_factor is None and mask_T is None
-        plan = self.plan(ids_TK, num_ranks, ids_TK.numel() if every_id_used else None)
-
-        rows_RD, weights_RK, ids_RK = dispatch(plan, x_TD, weights_TK, ids_TK, self.dispatch_payload)
-        first = 0 if self.ep_group is None else self.ep_group.rank() * experts_per_rank
-        is_ours_RK = (ids_RK >= first) & (ids_RK < first + experts_per_rank)
-        local_ids_RK = torch.where(is_ours_RK, ids_RK - first, -1)
-        out_RD = self.experts(rows_RD, local_ids_RK, weights_RK, plan.num_items, plan.is_exact)
-        y_TD = combine(plan, out_RD, self.combine_payload)
+    def routed_experts(self, tokens: Tokens, plan: Plan, through: Through | None) -> Tensor:
+        """Steps 3 to 5 for tokens that have been planned."""
+        x_TD, weights_TK, ids_TK = tokens
+        if through is not None:
+            y_TD = self.experts(x_TD, ids_TK, weights_TK, plan.num_items, plan.is_exact, through)
+            y_TD = end_of_recomputation(y_TD, through.plan.index_NT)
+        else:
+            rows_RD, weights_RK, ids_RK = dispatch(plan, x_TD, weights_TK, ids_TK, self.dispatch_payload)
+            first, end = self.first_id, self.first_id + self.experts_per_rank
+            local_ids_RK = torch.where((ids_RK >= first) & (ids_RK < end), ids_RK - first, -1)
+            out_RD = self.experts(rows_RD, local_ids_RK, weights_RK, plan.num_items, plan.is_exact)
+            y_TD = combine(plan, out_RD, self.combine_payload)
+        # With etp results are partial sums.
         return y_TD if self.etp_group is None else reduce_scatter(y_TD, 0, self.etp_group.group_name)
 
-    def plan(self, ids_TK: Tensor, num_ranks: int, num_items: int | None) -> Plan:
-        """Who sends which rows to whom. `num_items` is the number of ids in all, if known."""
-        experts_per_rank = self.config.num_experts // num_ranks
-        if self.exchange is None:
-            owner_TK = torch.where(ids_TK >= 0, ids_TK // experts_per_rank, -1)
-            items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(num_ranks)], dim=1)
-            return plan_dispatch(items_TN, self.ep_group, num_items)
-        if isinstance(self.exchange, RecordExchange):
-            return plan_records(ids_TK, experts_per_rank, self.exchange, self.number, self.pair_room(self.exchange))
-        return plan_exchange(ids_TK, experts_per_rank, self.exchange, self.number, self.pair_room(self.exchange))
+    def plan(self, ids_TK: Tensor, mask_T: Tensor | None = None) -> Plan:
+        """Step 2: who sends which rows to whom."""
+        if self.exchange is not None:
+            room = self.pair_room(self.exchange)
+            if isinstance(self.exchange, RecordExchange):
+                return plan_records(ids_TK, self.experts_per_rank, self.exchange, self.number, room)
+            return plan_exchange(ids_TK, self.experts_per_rank, self.exchange, self.number, room, self.chunks)
+        owner_TK = torch.where(ids_TK >= 0, ids_TK // self.experts_per_rank, -1)
+        items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(self.num_ranks)], dim=1)
+        every_id_used = self.config.capacity_factor is None and mask_T is None
+        return plan_dispatch(items_TN, self.ep_group, ids_TK.numel() if every_id_used else None)
+
+    def through(self, plan: Plan, x_TD: Tensor) -> Through | None:
+        """How rows travel while experts compute; None where steps 3 to 5 are taken one by one."""
+        if not (isinstance(plan, SymmetricPlan) and self.experts.can_exchange(x_TD.dtype, x_TD.device)):
+            return None
+        return Through(plan, self.first_id, self.dispatch_payload, self.combine_payload)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share out the experts."""
+        return 1 if self.ep_group is None else self.ep_group.size()
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts of each of them."""
+        return self.config.num_experts // self.num_ranks
+
+    @property
+    def first_id(self) -> int:
+        """The first expert of this one."""
+        return 0 if self.ep_group is None else self.ep_group.rank() * self.experts_per_rank
 
     def pair_room(self, exchange: Exchange) -> int:
         """How many (row, expert) pairs this rank can work on: what pair_capacity allows of the most that can come."""

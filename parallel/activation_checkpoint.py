@@ -3,8 +3,10 @@
 Recomputing a block's forward would send its rows over the network again, and a router that met a tie or another
 rounding could choose other experts than those the gradient belongs to. So in every mode the results of these operators
 are kept: the chosen expert ids, the exchanged counts and the received rows. The exchange back needs no keeping: nothing
-that backward wants comes after it, so a recomputation ends before it. What the ranks that share a sequence send each
-other for its attention is the same each time; `full` sends it again, in the same order on every rank.
+that backward wants comes after it, so a recomputation ends before it. Where dispatch, experts and exchange back are one
+operator (moe/exchanged_experts.py), all that it returns is kept but h, which its backward makes again. What the ranks
+that share a sequence send each other for its attention is the same each time; `full` sends it again, in the same order
+on every rank.
 
     none        everything is kept
     selective   also keeps attention and every second matrix product; recomputes the rest
@@ -31,6 +33,7 @@ import comms.record_exchange
 import comms.symmetric_exchange  # noqa: F401
 import moe.router  # noqa: F401
 import parallel.ring_attention  # noqa: F401
+from moe.experts import GroupedExperts
 
 MODES = ("none", "selective", "full")
 
@@ -45,6 +48,10 @@ def apply_activation_checkpoint(block: nn.Module, mode: str) -> nn.Module:
         raise ValueError(f"parallel.activation_checkpoint={mode!r} is unknown; use one of {', '.join(MODES)}.")
     if mode == "none":
         return block
+    for module in block.modules():
+        if isinstance(module, GroupedExperts):
+            # They are kept whole, so what they are to compute again they leave out themselves.
+            module.keeps_hidden = False
     return checkpoint_wrapper(block, context_fn=partial(_contexts, mode), preserve_rng_state=False)
 
 
@@ -58,6 +65,8 @@ def exchange_operators() -> set[Any]:
         ops.symmetric_dispatch.default,
         ops.exchange_record_counts.default,
         ops.record_dispatch.default,
+        ops.start_dispatch.default,
+        ops.exchanged_experts_forward.default,
         ops.sum_over_ranks.default,
         ops.gather_over_ranks.default,
         ops.keep_choice.default,

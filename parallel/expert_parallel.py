@@ -65,6 +65,8 @@ def connect_experts(
         layer.dispatch_payload = Payload(comms.payload.dispatch, comms.payload.dispatch_grad)
         layer.combine_payload = Payload(comms.payload.combine, comms.payload.combine_grad)
     choice = choose_backend(comms, mesh.ep_group, mesh.device)
+    if comms.chunks > 1:
+        _check_chunks(layers, comms, choice.backend, dtype, mesh.device)
     if choice.backend not in ("symm_mem", "nvshmem") or not layers:
         return choice
     assert mesh.ep_group is not None
@@ -81,12 +83,13 @@ def connect_experts(
         exchange = create_exchange(
             mesh.ep_group,
             mesh.device,
-            plan_layout(*sizes),
+            plan_layout(*sizes, comms.chunks),
             max_tokens,
             mesh.config.timeout_seconds,
             comms.num_ctas,
             describe_tag,
             items_per_token=config.top_k,
+            measure=comms.measure,
         )
     return choice._replace(room=use_exchange(layers, exchange))
 
@@ -94,12 +97,24 @@ def connect_experts(
 def use_exchange(layers: Sequence[MoE], exchange: Exchange) -> str:
     """Connect the MoE layers of a model, in order; returns what there is room for."""
     for number, layer in enumerate(layers):
-        layer.exchange, layer.number = exchange, number
+        layer.exchange, layer.number, layer.chunks = exchange, number, exchange.layout.max_chunks
     layout, pairs = exchange.layout, max(layer.pair_room(exchange) for layer in layers)
     return (
         f"an arena of {layout.num_bytes / 2**30:.2f} GiB per rank; room for {layout.row_bound:,} rows and {pairs:,} "
         "(row, expert) pairs of one layer"
     )
+
+
+def _check_chunks(
+    layers: Sequence[MoE], comms: CommsConfig, backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Whether rows can travel while experts compute. One rank has nothing that travels, and that is fine."""
+    able = all(layer.experts.can_exchange(dtype, device) for layer in layers)
+    if backend in ("collective", "nvshmem") or (backend == "symm_mem" and not able):
+        raise ValueError(
+            f"comms.chunks={comms.chunks} lets rows travel while experts compute: it needs comms.backend=symm_mem and "
+            "model.moe.backend=fused, without biases and recipes of low precision; or set comms.chunks=1"
+        )
 
 
 def _split(name: str, parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:

@@ -5,6 +5,7 @@
     python scripts/bench_ep.py --shapes gpt-oss-20b --payload mxfp8 --pair-capacity 1.5
     python scripts/bench_ep.py --backends nvshmem,collective        NVSHMEM: not beside symm_mem in one run
     python scripts/bench_ep.py --experts fused,fp8_blockwise        a recipe of low precision beside bf16
+    python scripts/bench_ep.py --experts fused --chunks 2           rows travel while experts compute
     python scripts/bench_ep.py --dry-run                            tiny sizes on 2 CPU processes, by collectives
 
 Every rank has --tokens tokens and its part of the experts (scripts/ep_sides.py), in bf16, compiled as the trainer
@@ -62,7 +63,6 @@ from scripts.ep_sides import (
     reference,
 )
 from scripts.moe_sides import ROUTINGS, SHAPES, TINY, Problem, Shape, make_problem, side_of
-from trainer.choices import AVAILABLE
 
 # Calls of one measurement, and clock cycles of the wait in which the host gets ahead of the device.
 CALLS, AHEAD = 4, 60_000_000
@@ -106,7 +106,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backends", help=f"default: {','.join(DEFAULT_BACKENDS)}; collective in a dry run")
     parser.add_argument("--experts", help=f"default: {','.join(EXPERTS)}; grouped_mm in a dry run")
     parser.add_argument("--payload", default="model", choices=("model", "mxfp8"), help="of rows and gradients alike")
-    parser.add_argument("--chunks", type=int, default=1, help="comms.chunks; default: %(default)s")
+    parser.add_argument("--chunks", type=int, default=1, help="comms.chunks of symm_mem; default: %(default)s")
     parser.add_argument("--capacity", type=float, help="comms.capacity; default: the most that can come")
     parser.add_argument("--pair-capacity", type=float, help="model.moe.pair_capacity; default: the same")
     parser.add_argument("--num-ctas", type=int, help="thread blocks that put; default: by size")
@@ -136,9 +136,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--dry-run has no GPUs: only --backends collective --experts grouped_mm")
     if {"symm_mem", "nvshmem"} <= set(arguments.backends):
         parser.error("--backends: symm_mem and nvshmem want symmetric memory of two kinds, and a process has one")
-    available = AVAILABLE.get("comms.chunks", (arguments.chunks,))
-    if arguments.chunks < 1 or arguments.chunks not in available:
-        parser.error(f"--chunks {arguments.chunks} is not available in this version; use --chunks 1")
+    if arguments.chunks < 1 or (arguments.chunks > 1 and arguments.experts != ["fused"]):
+        parser.error("--chunks must be positive; more than one need --experts fused")
     return arguments
 
 
@@ -173,6 +172,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
     for name in arguments.shapes:
         for entry in measure_shape(shape_of(name, arguments), arguments, mesh):
             key = f"{name} {entry['routing']} ep={mesh.config.ep} {arguments.payload}"
+            key += f" chunks={arguments.chunks}" if arguments.chunks > 1 else ""
             entries[key] = {"shape": name, **entry}
             if dist.get_rank() == 0:
                 # As it comes: should the rest fail, this is known.
@@ -205,10 +205,12 @@ def measure_shape(shape: Shape, arguments: argparse.Namespace, mesh: Mesh) -> li
 
 
 def comms_of(backend: str, arguments: argparse.Namespace) -> CommsConfig:
-    """Settings of the exchange; bounds mean nothing to collectives."""
+    """Settings of the exchange; bounds mean nothing to collectives, chunks something to symm_mem alone."""
     payload = PayloadConfig(**{field.name: arguments.payload for field in fields(PayloadConfig)})
-    capacity = None if backend == "collective" else arguments.capacity
-    return CommsConfig(backend, payload, capacity, arguments.chunks, arguments.num_ctas)
+    capacity, chunks = None if backend == "collective" else arguments.capacity, 1
+    if backend == "symm_mem":
+        chunks = arguments.chunks
+    return CommsConfig(backend, payload, capacity, chunks, arguments.num_ctas)
 
 
 def measure_layers(

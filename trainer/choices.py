@@ -39,7 +39,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # Choices of the schema that this version does not carry out yet, and what it does: asking for one is an error and
 # never a silent no-op. A feature deletes its line when it lands.
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "comms.chunks": (1,),
     "profile.steps": (0,),
     # Where profile.steps begin.
     "profile.start": (10,),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from comms.symmetric_memory import exposed_seconds
 from moe.load_balance import load_stats
 from parallel.mesh import Mesh
 from trainer.config import Config
@@ -143,7 +144,8 @@ class RunMetrics:
             torch.cuda.synchronize(self._mesh.device)
         seconds = time.perf_counter() - self._window_start - self._paused
         steps = step - (self._window_step or 0)
-        peak_gib, data_seconds = self._worst([_peak_memory_gib(self._mesh.device), self._data_seconds])
+        measured = [_peak_memory_gib(self._mesh.device), self._data_seconds, exposed_seconds()]
+        peak_gib, data_seconds, exposed = self._worst(measured)
         if steps < 1 or seconds <= 0:
             return {"perf/peak_memory_gib": peak_gib}
         tokens_per_second = steps * self._tokens_per_step / seconds
@@ -156,6 +158,8 @@ class RunMetrics:
             "perf/mfu": None if self._peak_tflops is None else tflops / self._peak_tflops,
             "perf/step_seconds": seconds / steps,
             "perf/data_seconds": data_seconds / steps,
+            # Evaluations of the window included.
+            "perf/exposed_exchange_seconds": exposed / steps if self._config.comms.measure else None,
             "perf/peak_memory_gib": peak_gib,
         }
 

@@ -30,6 +30,7 @@ SCALARS = (
     "perf/step_seconds",
     # Seconds of a step in which the loop waited for data.
     "perf/data_seconds",
+    "perf/exposed_exchange_seconds",
     # Maximum over ranks.
     "perf/peak_memory_gib",
     # Of the worst layer; dropped_rows is the sum over layers.

@@ -13,6 +13,7 @@ from typing import Any
 
 from moe.config import LOW_PRECISION, MoEConfig
 from parallel.config import ParallelConfig, either, nearest_divisors
+from trainer.check_exchange import check_exchange
 from trainer.choices import AVAILABLE, BOUNDS, CHOICES
 from trainer.config import Config, PrecisionConfig, SourceConfig, TrainConfig
 from trainer.hf_config import HF_PREFIX, choose_family
@@ -38,7 +39,7 @@ def validate(config: Config) -> None:
     _check_model(config)
     _check_rope(config.model.rope)
     _check_moe(config.model.moe)
-    _check_room(config)
+    check_exchange(config)
     _check_precision(config)
     _check_batch(config)
     _check_data(config)
@@ -251,28 +252,6 @@ def _check_moe(moe: MoEConfig) -> None:
         raise ValueError(
             f"model.moe.bias_update_rate={moe.bias_update_rate} moves nothing while model.moe.expert_bias=false; "
             "set model.moe.expert_bias=true or model.moe.bias_update_rate=0"
-        )
-
-
-def _check_room(config: Config) -> None:
-    """Bounds of the exchange; how many ranks a token must reach is checked by trainer/layout.py."""
-    moe, backend = config.model.moe, config.comms.backend
-    for key, value in (("comms.capacity", config.comms.capacity), ("model.moe.pair_capacity", moe.pair_capacity)):
-        if value is not None and backend not in ("symm_mem", "nvshmem"):
-            raise ValueError(
-                f"{key}={value} bounds the room of comms.backend=symm_mem and nvshmem, and comms.backend={backend} "
-                f"makes as much as is needed; set {key}=null, or comms.backend=symm_mem"
-            )
-    if backend == "nvshmem" and config.parallel.async_tp != "none":
-        raise ValueError(
-            f"parallel.async_tp={config.parallel.async_tp} and comms.backend=nvshmem want symmetric memory of two "
-            "kinds, and a process has one; set parallel.async_tp=none, or comms.backend=collective"
-        )
-    # With dropless routing the mean over ranks is exactly 1.
-    if moe.pair_capacity is not None and moe.pair_capacity < 1 and moe.capacity_factor is None:
-        raise ValueError(
-            f"model.moe.pair_capacity={moe.pair_capacity} is less than the balanced load, which some rank always "
-            "has; nearest legal: 1"
         )
 
 

@@ -49,10 +49,11 @@ def dispatch_kernel(
     PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr,
     WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, NUM_IDS: tl.constexpr,
     WIDTH: tl.constexpr, CODE_BLOCK: tl.constexpr, NUMBERS: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
-    BLOCK: tl.constexpr, SIDE_BLOCK: tl.constexpr, CLOCK: tl.constexpr, JITTER: tl.constexpr,
+    BLOCK: tl.constexpr, SIDE_BLOCK: tl.constexpr, CLOCK: tl.constexpr, JITTER: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Every token's row and side words into its place at every rank that it goes to.
+    """Every token's row and side words into its place at every rank that it goes to; of the chunk that routes are of.
 
+    FILL: weights 0 and ids -1 go behind the last row.
     CODE_BLOCK > 0: rows travel as records (comms/kernels/codec.py), encoded as they are put and decoded as they are
     taken; own rows are both.
     """
@@ -68,7 +69,7 @@ def dispatch_kernel(
             )  # fmt: skip
     else:
         taker, takers = program - num_put, num_programs - num_put
-        own_tokens = tokens + me * num_tokens
+        own_tokens = tokens + me * num_tokens + route_of(routes, me, me, 3, NUM_RANKS)
         own_count, own_first = route_of(routes, me, me, 0, NUM_RANKS), route_of(routes, me, me, 1, NUM_RANKS)
         for begin in range(taker * PIECE_ROWS, own_count, takers * PIECE_ROWS):
             num_rows = tl.minimum(own_count - begin, PIECE_ROWS)
@@ -85,8 +86,10 @@ def dispatch_kernel(
                     weights, ids, own_tokens + begin, num_rows, out_weights, out_ids, place,
                     WEIGHT_WORDS, NUM_IDS, SIDE_BLOCK,
                 )  # fmt: skip
-        if NUM_IDS > 0:
-            _no_side(out_weights, out_ids, taker, takers, tl.load(totals), row_bound, WEIGHT_WORDS, NUM_IDS, SIDE_BLOCK)
+        if FILL:
+            if NUM_IDS > 0:
+                num_rows = tl.load(totals)
+                _no_side(out_weights, out_ids, taker, takers, num_rows, row_bound, WEIGHT_WORDS, NUM_IDS, SIDE_BLOCK)
         if NUM_RANKS > 1:
             _take_there(
                 pointers, errors, routes, out_rows, out_weights, out_ids, taker, takers, epoch,
@@ -123,7 +126,8 @@ def _put_there(
                 linger(program, turn, JITTER)
             num_rows = tl.minimum(count - begin, per_piece)
             place = (route_of(routes, me, rank, 1, NUM_RANKS) + begin).to(tl.int64)
-            base, ours = tl.load(pointers + rank), tokens + rank * num_tokens + begin
+            base = tl.load(pointers + rank)
+            ours = tokens + rank * num_tokens + route_of(routes, me, rank, 3, NUM_RANKS) + begin
             if CODE_BLOCK > 0:
                 move_coded(
                     rows, records_at(base + rows_at) + place * (4 * WORDS), ours, num_rows,
@@ -216,10 +220,12 @@ def _take_there(
 # ---- combine
 
 
-@triton.jit(do_not_specialize=["me", "tag", "limit", "num_put", "num_tokens", "rows_at", "side_at"])
+@triton.jit(
+    do_not_specialize=["me", "tag", "limit", "num_put", "num_tokens", "begin", "end", "rows_at", "side_at"]
+)  # fmt: skip
 def combine_kernel(
     pointers, errors, state, rows, side, index, routes, out, out_side,
-    me, tag, limit, num_put, num_tokens, rows_at, side_at,
+    me, tag, limit, num_put, num_tokens, begin, end, rows_at, side_at,
     FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
     PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr,
     WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_UNIT: tl.constexpr,
@@ -227,7 +233,10 @@ def combine_kernel(
     CODE_BLOCK: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     CLOCK: tl.constexpr, JITTER: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = the sum of what comes back for token t, by ascending rank; this rank's own part is read from `rows`."""
+    """out[t] = the sum of what comes back for token t, by ascending rank; this rank's own part is read from `rows`.
+
+    Of the tokens from `begin` to before `end`, which are those of the chunk that routes are of.
+    """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch = epoch_of(pointers, me, FLAGS_AT)
     if program < num_put:
@@ -245,19 +254,19 @@ def combine_kernel(
                 word = ready_at(rank, 0, FLAGS_AT, NUM_RANKS, PIECES)
                 wait(pointers, errors, me, rank, word, FAILED_AT, tag, epoch, limit, True, CLOCK)
         arena = tl.load(pointers + me)
-        for first in range(taker * TOKENS, num_tokens, takers * TOKENS):
+        for first in range(begin + taker * TOKENS, end, takers * TOKENS):
             _wait_for_tokens(
-                pointers, errors, index, routes, first, epoch, me, tag, limit, num_tokens,
+                pointers, errors, index, routes, first, epoch, me, tag, limit, num_tokens, end,
                 FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, TOKENS, CLOCK,
             )  # fmt: skip
-            for tile in range(first, tl.minimum(first + TOKENS, num_tokens), TILE):
+            for tile in range(first, tl.minimum(first + TOKENS, end), TILE):
                 _sum(
-                    rows, arena + rows_at, index, routes, out, tile, me, num_tokens,
+                    rows, arena + rows_at, index, routes, out, tile, me, num_tokens, end,
                     NUM_RANKS, WIDTH, COLUMNS, 4 * WORDS, CODE_BLOCK, TILE,
                 )  # fmt: skip
                 if SIDE_WORDS > 0:
                     _sum(
-                        side, arena + side_at, index, routes, out_side, tile, me, num_tokens,
+                        side, arena + side_at, index, routes, out_side, tile, me, num_tokens, end,
                         NUM_RANKS, SIDE_WIDTH, SIDE_COLUMNS, 4 * SIDE_WORDS, 0, TILE,
                     )  # fmt: skip
     if num_put < num_programs:
@@ -296,15 +305,16 @@ def _put_back(
 
 
 @triton.jit
-def _nth_row(index, routes, me, rank, token, num_tokens, NUM_RANKS: tl.constexpr):
-    """Numbers of tokens' rows among those that went to `rank`; -1 for none, or if there was no room for it."""
-    nth = tl.load(index + rank * num_tokens + token, mask=token < num_tokens, other=-1)
-    return tl.where(nth < route_of(routes, me, rank, 0, NUM_RANKS), nth, -1)
+def _nth_row(index, routes, me, rank, token, num_tokens, end, NUM_RANKS: tl.constexpr):
+    """Numbers of tokens' rows among those of the chunk that went to `rank`; -1 for none, or without room for it."""
+    nth = tl.load(index + rank * num_tokens + token, mask=token < end, other=-1)
+    nth -= route_of(routes, me, rank, 3, NUM_RANKS)
+    return tl.where((nth >= 0) & (nth < route_of(routes, me, rank, 0, NUM_RANKS)), nth, -1)
 
 
 @triton.jit
 def _wait_for_tokens(
-    pointers, errors, index, routes, first, epoch, me, tag, limit, num_tokens,
+    pointers, errors, index, routes, first, epoch, me, tag, limit, num_tokens, end,
     FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
     PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, TOKENS: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -312,7 +322,7 @@ def _wait_for_tokens(
     token = first + tl.arange(0, TOKENS)
     for step in range(NUM_RANKS - 1):
         rank = (me + 1 + step) % NUM_RANKS
-        nth = _nth_row(index, routes, me, rank, token, num_tokens, NUM_RANKS)
+        nth = _nth_row(index, routes, me, rank, token, num_tokens, end, NUM_RANKS)
         last = tl.max(nth, axis=0)
         if last >= 0:
             earliest = tl.min(tl.where(nth >= 0, nth, last), axis=0)
@@ -324,7 +334,7 @@ def _wait_for_tokens(
 
 @triton.jit
 def _sum(
-    rows, arena, index, routes, out, first, me, num_tokens,
+    rows, arena, index, routes, out, first, me, num_tokens, end,
     NUM_RANKS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROW_BYTES: tl.constexpr,
     CODE_BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -335,7 +345,7 @@ def _sum(
         column = (start + tl.arange(0, COLUMNS))[None, :]
         total = tl.zeros([TILE, COLUMNS], dtype=WIDE)
         for rank in tl.static_range(NUM_RANKS):
-            nth = _nth_row(index, routes, me, rank, token, num_tokens, NUM_RANKS)
+            nth = _nth_row(index, routes, me, rank, token, num_tokens, end, NUM_RANKS)
             begin = tl.load(routes + tl.where(rank == me, 1, 2) * NUM_RANKS * NUM_RANKS + me * NUM_RANKS + rank)
             base = tl.where(rank == me, rows.to(tl.int64), arena)
             row = (begin + nth).to(tl.int64)[:, None]
@@ -348,7 +358,7 @@ def _sum(
                 records = records_at(base) + row * ROW_BYTES
                 total += _load_coded(records, start, column, (nth >= 0)[:, None], out, WIDTH, COLUMNS, CODE_BLOCK, TILE)
         place = token.to(tl.int64)[:, None] * WIDTH + column
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < num_tokens)[:, None] & (column < WIDTH))
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < end)[:, None] & (column < WIDTH))
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from comms.kernels.e4m3 import absolute, decode, encode, scale_byte
 
 @triton.jit
 def route_of(routes, sender, receiver, PART: tl.constexpr, NUM_RANKS: tl.constexpr):
-    """Number of rows (part 0), place at the receiver (1), place at the sender (2)."""
+    """Number of rows (part 0), place at the receiver (1), place at the sender (2), number of the first one (3)."""
     return tl.load(routes + PART * NUM_RANKS * NUM_RANKS + sender * NUM_RANKS + receiver)
 
 

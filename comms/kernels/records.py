@@ -4,7 +4,7 @@ A record is a row's words, then those of its side columns, then whatever makes i
 
     pack_records     record[slots[t, n]] = row t and its side columns: every row read once, written once per slot
     unpack_records   rows and side columns of the first `num` records, as fresh memory
-    make_routes      who sends how many rows to whom, from everybody's counts (comms/kernels/routes.py)
+    make_routes      who sends how many rows to whom, from everybody's counts
 
 Worked example: slots = [[2, -1], [0, 1]], rows [[5], [7]] and side columns [[8], [9]] give records [[7, 9], [7, 9],
 [5, 8]]; unpacked with num = 2 and room for 3 rows: rows [[7], [7], anything], side columns [[9], [9], a filling].
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from comms.kernels.routes import _write_routes
+from comms.kernels.routes import note_overflow
 
 # Most words of one program.
 WORDS = 2048
@@ -153,4 +153,22 @@ def _unpack_kernel(
 def _routes_kernel(
     table, overflow, routes, totals, me, tag, row_bound, item_bound, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr
 ):
-    _write_routes(table, overflow, routes, totals, me, tag, row_bound, item_bound, NUM_RANKS, RANKS)
+    """One program. As in comms/kernels/routes.py for one chunk, but results come back without gaps: to clamped places."""
+    sender = tl.arange(0, RANKS)[:, None]
+    receiver = tl.arange(0, RANKS)[None, :]
+    inside = (sender < NUM_RANKS) & (receiver < NUM_RANKS)
+    asked = tl.load(table + sender * 2 * NUM_RANKS + receiver, mask=inside, other=0)
+    items = tl.load(table + sender * 2 * NUM_RANKS + NUM_RANKS + receiver, mask=inside, other=0)
+    first = tl.minimum(tl.cumsum(asked, axis=0) - asked, row_bound)
+    count = tl.minimum(asked, row_bound - first)
+    place = routes + sender * NUM_RANKS + receiver
+    tl.store(place, count, mask=inside)
+    tl.store(place + NUM_RANKS * NUM_RANKS, first, mask=inside)
+    tl.store(place + 2 * NUM_RANKS * NUM_RANKS, tl.cumsum(count, axis=1) - count, mask=inside)
+    ours = inside & (receiver == me)
+    rows_asked = tl.sum(tl.sum(tl.where(ours, asked, 0), axis=1), axis=0)
+    items_asked = tl.sum(tl.sum(tl.where(ours, items, 0), axis=1), axis=0)
+    tl.store(totals, tl.minimum(rows_asked, row_bound))
+    tl.store(totals + 1, items_asked)
+    note_overflow(overflow, rows_asked, row_bound, tag)
+    note_overflow(overflow + 3, items_asked, item_bound, tag)

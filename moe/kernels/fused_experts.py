@@ -13,6 +13,10 @@ Every product is persistent: as many programs as multiprocessors, each taking ev
 rows a tile has, a program works out from `offsets` in registers, so that nothing is asked of the host. Sums run in fp32
 without atomics: results do not depend on scheduling.
 
+A launch works on the pairs of one chunk of rows. Chunks follow each other: `offsets` has all experts of the first, then
+those of the second, and `first_segment` is where this chunk's experts begin in it. weight_grad alone goes over all
+chunks, so that a sum is rounded once.
+
 Worked example of the tiles: offsets = [3, 3, 8], tiles of 4 rows: expert 0 has rows 0-2 in one tile, expert 1 none,
 expert 2 rows 3-6 in one tile and row 7 in another.
 
@@ -31,17 +35,24 @@ from comms.kernels.e4m3 import absolute, encode, scale_byte
 
 @triton.jit
 def _schedule(
-    offsets, num_experts, width, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+    offsets, num_experts, width, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, first_segment=0
+):
     """Of each expert (0 behind the last): number, pairs, tiles, end of its tiles; and the tiles of one row."""
     index = tl.arange(0, EXPERTS)
     real = index < num_experts
-    ends = tl.load(offsets + index, mask=real, other=0)
-    starts = tl.load(offsets + index - 1, mask=real & (index > 0), other=0)
+    segment = first_segment + index
+    ends = tl.load(offsets + segment, mask=real, other=0)
+    starts = tl.load(offsets + segment - 1, mask=real & (segment > 0), other=0)
     counts = ends - starts
     tiles_n = tl.cdiv(width, BLOCK_N)
     tiles = tl.cdiv(counts, BLOCK_M) * tiles_n
     return index, counts, tiles, tl.cumsum(tiles, 0), tiles_n
+
+
+@triton.jit
+def _first_pair(offsets, first_segment):
+    """Where a chunk's pairs begin."""
+    return tl.load(offsets + first_segment - 1, mask=first_segment > 0, other=0)
 
 
 @triton.jit
@@ -95,18 +106,22 @@ def _split_columns(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl
     return parts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_segment"])
 def up_kernel(
     x, rows, weights, w_desc, bias, offsets, h, a,
-    dim, hidden, num_experts,
+    dim, hidden, num_experts, first_segment,
     PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
     LIMIT: tl.constexpr, SLOPE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Gate and up are one product: a block of B has the same columns of both maps."""
-    index, counts, tiles, tile_ends, tiles_n = _schedule(offsets, num_experts, hidden, EXPERTS, BLOCK_M, BLOCK_N)
+    index, counts, tiles, tile_ends, tiles_n = _schedule(
+        offsets, num_experts, hidden, EXPERTS, BLOCK_M, BLOCK_N, first_segment
+    )
+    chunk_start = _first_pair(offsets, first_segment)
     for tile in range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
         expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
+        start += chunk_start
         pair = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
         valid = pair < start + count
         row = tl.load(rows + pair, mask=valid, other=0).to(tl.int64)
@@ -141,19 +156,23 @@ def up_kernel(
             tl.store(a + at_a, act.to(a.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_segment"])
 def rows_kernel(
     a_desc, b_desc, bias, weights, offsets, out,
-    inner, width, num_experts,
+    inner, width, num_experts, first_segment,
     PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[p] = B[e] a[p] (+ w[p] * bias[e]); B is (width, inner) or, for gradients, (inner, width)."""
-    index, counts, tiles, tile_ends, tiles_n = _schedule(offsets, num_experts, width, EXPERTS, BLOCK_M, BLOCK_N)
+    index, counts, tiles, tile_ends, tiles_n = _schedule(
+        offsets, num_experts, width, EXPERTS, BLOCK_M, BLOCK_N, first_segment
+    )
+    chunk_start = _first_pair(offsets, first_segment)
     # Flattened, so that a tile's first blocks are on their way while the one before is written.
     for tile in tl.range(tl.program_id(0), tl.sum(tiles), PROGRAMS, flatten=True):
         expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
+        start += chunk_start
         first = start + m * BLOCK_M
         total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for k in range(0, inner, BLOCK_K):
@@ -219,9 +238,9 @@ def act_kernel(
     _store_coded(act, values, scales, pair, valid, column, hidden, hidden, 0, ROWS, BLOCK, CAST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_segment"])
 def act_grad_kernel(
-    da, weights, offsets, h, dh, values, scales, dots, hidden, num_experts,
+    da, weights, offsets, h, dh, values, scales, dots, hidden, num_experts, first_segment,
     CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CODED: tl.constexpr, CAST: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -229,8 +248,9 @@ def act_grad_kernel(
 
     CODED: dh in e4m3, too; 128 then divides hidden.
     """
-    pair = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    valid = pair < tl.load(offsets + num_experts - 1)
+    start = _first_pair(offsets, first_segment)
+    pair = start + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    valid = pair < tl.load(offsets + first_segment + num_experts - 1)
     weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
     dot = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     for first in range(0, hidden, BLOCK):
@@ -257,7 +277,7 @@ def act_grad_kernel(
 def weight_grad_kernel(
     left_desc, right_desc, left, right, offsets, out,
     left_width, right_width, num_experts,
-    PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
+    PROGRAMS: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[e] (left_width, right_width) = sum over e's pairs of left[p] right[p]^T; zero for an expert without."""
@@ -270,25 +290,27 @@ def weight_grad_kernel(
         group = tl.minimum(tiles_m - first_m, GROUP)
         m = first_m + place % (GROUP * tiles_n) % group
         n = place % (GROUP * tiles_n) // group
-        start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
-        end = tl.load(offsets + expert)
-        total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        whole = (end - start) // BLOCK_K * BLOCK_K
-        for first in range(start, start + whole, BLOCK_K):
-            left_block = left_desc.load([first, m * BLOCK_M])
-            right_block = right_desc.load([first, n * BLOCK_N])
-            total = tl.dot(left_block.T, right_block, total, input_precision=PRECISION)
         left_column = m * BLOCK_M + tl.arange(0, BLOCK_M)
         right_column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        if start + whole < end:
-            # The last block is cut off at the expert's end on both sides: what follows may be anything.
-            pair = start + whole + tl.arange(0, BLOCK_K)
-            here = (pair < end)[:, None]
-            left_at = pair.to(tl.int64)[:, None] * left_width + left_column[None, :]
-            right_at = pair.to(tl.int64)[:, None] * right_width + right_column[None, :]
-            left_block = tl.load(left + left_at, mask=here & (left_column < left_width)[None, :], other=0.0)
-            right_block = tl.load(right + right_at, mask=here & (right_column < right_width)[None, :], other=0.0)
-            total = tl.dot(left_block.T, right_block, total, input_precision=PRECISION)
+        total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            segment = chunk * num_experts + expert
+            start = tl.load(offsets + segment - 1, mask=segment > 0, other=0)
+            end = tl.load(offsets + segment)
+            whole = (end - start) // BLOCK_K * BLOCK_K
+            for first in range(start, start + whole, BLOCK_K):
+                left_block = left_desc.load([first, m * BLOCK_M])
+                right_block = right_desc.load([first, n * BLOCK_N])
+                total = tl.dot(left_block.T, right_block, total, input_precision=PRECISION)
+            if start + whole < end:
+                # The last block is cut off at the expert's end on both sides: what follows may be anything.
+                pair = start + whole + tl.arange(0, BLOCK_K)
+                here = (pair < end)[:, None]
+                left_at = pair.to(tl.int64)[:, None] * left_width + left_column[None, :]
+                right_at = pair.to(tl.int64)[:, None] * right_width + right_column[None, :]
+                left_block = tl.load(left + left_at, mask=here & (left_column < left_width)[None, :], other=0.0)
+                right_block = tl.load(right + right_at, mask=here & (right_column < right_width)[None, :], other=0.0)
+                total = tl.dot(left_block.T, right_block, total, input_precision=PRECISION)
         at = (expert.to(tl.int64) * left_width + left_column)[:, None] * right_width + right_column[None, :]
         inside = (left_column < left_width)[:, None] & (right_column < right_width)[None, :]
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

@@ -4,13 +4,15 @@
     gather_rows    out[p] = x[rows[p]]: the same by reading; a row is read again for each of its pairs
     gather_sums    out[i] = sum of values[index[i]]: the few numbers of a pair, e.g. the parts of a dot product
 
+`expand_chunks` and `sum_chunk` do as much for chunks of rows whose numbers the device alone knows.
+
 An expansion is a copy: its time is the bytes moved. With K pairs per row of B bytes `expand_rows` moves (1 + K) B per
 row and `gather_rows` 2 K B, unless the cache still has the row, which it has not when experts are many. Rows move as
 they are, in vectors of 16 bytes where the width allows.
 
 Worked example: slots = [[2, 0], [-1, 1]], rows = [0, 1, 0] and x = [[5], [7]] give [[5], [7], [5]].
 
-Shape suffixes: R rows, K slots per row, P pairs, D row width, N numbers asked for, V values of each.
+Shape suffixes: R rows, K slots per row, P pairs, D row width, C chunks, N numbers asked for, V values of each.
 """
 
 # Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
@@ -46,7 +48,7 @@ def expand_rows(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
         block = min(triton.next_power_of_2(width), COLUMNS)
         with torch.cuda.device(x_RD.device) if x_RD.is_cuda else torch.no_grad():
             _expand_kernel[(num_rows * triton.cdiv(width, block),)](
-                *(x_RD, slots_RK.contiguous(), out_PD, width), SLOTS=num_slots, BLOCK=block
+                *(x_RD, slots_RK.contiguous(), out_PD, width, None, 0, 0), SLOTS=num_slots, BLOCK=block
             )
     return out_PD
 
@@ -109,22 +111,91 @@ def _(values_PV: Tensor, index_N: Tensor) -> Tensor:
     return torch.empty(index_N.shape, dtype=torch.float32, device=values_PV.device)
 
 
+def expand_chunks(
+    x_RD: Tensor, slots_RK: Tensor, row_ends_C: Tensor, chunks: tuple[int, int], num_rows: int, out_PD: Tensor
+) -> None:
+    """out_PD[slots_RK[r, k]] = x_RD[r] for the rows of some chunks, skipping slots of -1. Always by the kernel.
+
+    Args:
+        row_ends_C: int32; where each chunk's rows end.
+        chunks: the first one and the last one.
+        num_rows: the most rows that they have together.
+    """
+    width = x_RD.shape[1]
+    block = min(triton.next_power_of_2(width), COLUMNS)
+    _expand_kernel[(num_rows * triton.cdiv(width, block),)](
+        x_RD, slots_RK, out_PD, width, row_ends_C, *chunks, SLOTS=slots_RK.shape[1], BLOCK=block
+    )
+
+
+def sum_chunk(
+    y_PD: Tensor, slots_RK: Tensor, row_ends_C: Tensor, chunk: int, num_rows: int, out_RD: Tensor,
+    dots_P: Tensor | None = None, out_RK: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out_RD[r] = sum over k of y_PD[slots_RK[r, k]] as in comms/kernels/gather_sum.py, for the rows of one chunk.
+
+    Args:
+        dots_P: a number of each pair; out_RK[r, k] = dots_P[slots_RK[r, k]], 0 where there is none.
+    """
+    width = y_PD.shape[1]
+    block = min(triton.next_power_of_2(width), COLUMNS)
+    _sum_kernel[(num_rows * triton.cdiv(width, block),)](
+        y_PD, dots_P, slots_RK, out_RD, out_RK, width, row_ends_C, chunk, SLOTS=slots_RK.shape[1], BLOCK=block
+    )
+
+
 def _on_triton(x: Tensor) -> bool:
     return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
-def _expand_kernel(x, slots, out, width, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+def _row_range(row_ends, first_chunk, last_chunk):
+    """First row of some chunks, and their end."""
+    return tl.load(row_ends + first_chunk - 1, mask=first_chunk > 0, other=0), tl.load(row_ends + last_chunk)
+
+
+@triton.jit(do_not_specialize=["first_chunk", "last_chunk"])
+def _expand_kernel(
+    x, slots, out, width, row_ends, first_chunk, last_chunk, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """One program: one block of columns of one row; neighbours have the same row."""
     blocks = tl.cdiv(width, BLOCK)
     row = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    if row_ends is not None:
+        first, end = _row_range(row_ends, first_chunk, last_chunk)
+        row += first
+        inside = inside & (row < end)
     values = tl.load(x + row.to(tl.int64) * width + column, mask=inside)
     # Unrolled: the first read brings the cache line that has the row's other slots.
     for k in tl.static_range(SLOTS):
-        slot = tl.load(slots + row * SLOTS + k).to(tl.int64)
+        if row_ends is not None:
+            slot = tl.load(slots + row * SLOTS + k, mask=row < end, other=-1).to(tl.int64)
+        else:
+            slot = tl.load(slots + row * SLOTS + k).to(tl.int64)
         tl.store(out + slot * width + column, values, mask=inside & (slot >= 0))
+
+
+@triton.jit(do_not_specialize=["chunk"])
+def _sum_kernel(
+    y, dots, slots, out, out_dots, width, row_ends, chunk, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program: one block of columns of one row of the chunk."""
+    blocks = tl.cdiv(width, BLOCK)
+    part = tl.program_id(0) % blocks
+    first, end = _row_range(row_ends, chunk, chunk)
+    row = first + tl.program_id(0) // blocks
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    inside = (column < width) & (row < end)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in tl.static_range(SLOTS):
+        slot = tl.load(slots + row * SLOTS + k, mask=row < end, other=-1).to(tl.int64)
+        total += tl.load(y + slot * width + column, mask=inside & (slot >= 0), other=0.0).to(tl.float32)
+        if dots is not None:
+            dot = tl.load(dots + slot, mask=slot >= 0, other=0.0)
+            tl.store(out_dots + row * SLOTS + k, dot.to(out_dots.dtype.element_ty), mask=(part == 0) & (row < end))
+    tl.store(out + row.to(tl.int64) * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -12,11 +12,14 @@ are no atomics whose order could show. `place` takes an expert's first pair from
 Worked example, 2 experts: ids = [[1, 0], [-1, 1], [0, 1]] gives rows = [0, 2, 0, 1, 2], order = [1, 4, 0, 3, 5],
 slots = [[2, 0], [-1, 3], [1, 4]], offsets = [2, 5].
 
-Shape suffixes: R rows, K experts per row, P pairs, E experts.
+`sort_chunk` does the same for one of several chunks of rows whose numbers the device alone knows, and also writes each
+pair's weight: pairs of a chunk follow those of the one before, and so do the ends of its experts.
+
+Shape suffixes: R rows, K experts per row, P pairs, E experts, C chunks, S = C * E.
 """
 
 # Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
-# pyright: basic, reportArgumentType=false
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN202
 
 import os
@@ -96,26 +99,78 @@ def _launch(ids_RK: Tensor, tables: tuple[Tensor, Tensor, Tensor, Tensor]) -> No
     num_blocks, experts = triton.cdiv(size, BLOCK), triton.next_power_of_2(num_experts)
     # Behind each expert's counts its total.
     counts = offsets_E.new_empty(num_experts, num_blocks + 1)
-    _count_kernel[(num_blocks,)](ids_RK, counts, size, num_experts, EXPERTS=experts, BLOCK=BLOCK)
+    sizes = {"SLOTS": ids_RK.shape[1], "EXPERTS": experts, "BLOCK": BLOCK}
+    _count_kernel[(num_blocks,)](ids_RK, counts, size, num_experts, None, 0, 0, **sizes)
     _scan_kernel[(num_experts,)](counts, num_blocks, BLOCKS=min(triton.next_power_of_2(num_blocks), SCAN))
     _place_kernel[(num_blocks,)](
-        ids_RK, counts, rows_P, order_P, slots_RK, offsets_E, size, num_experts, num_pairs, ids_RK.shape[1],
-        EXPERTS=experts, BLOCK=BLOCK,
+        ids_RK, counts, rows_P, order_P, slots_RK, offsets_E, None, None, size, num_experts, num_pairs, None, 0, 0,
+        **sizes,
+    )  # fmt: skip
+
+
+class ChunkedPairs(NamedTuple):
+    """(row, expert) pairs sorted by chunk of rows, then expert, then row; undefined where there is no row or pair."""
+
+    # int32: row of each pair.
+    rows_P: Tensor
+    # fp32: its weight.
+    weights_P: Tensor
+    # int32: where pair (r, k) stands in the sorted order, -1 for none.
+    slots_RK: Tensor
+    # int32: end of each expert's pairs in each chunk.
+    ends_S: Tensor
+
+
+def sort_chunk(
+    ids_RK: Tensor, weights_RK: Tensor, row_ends_C: Tensor, chunk: int, num_rows: int, first_id: int, num_experts: int,
+    out: ChunkedPairs,
+) -> None:  # fmt: skip
+    """Sort the pairs of the next chunk of rows into `out`. No autograd, and always by the kernels.
+
+    Args:
+        ids_RK: int64; those from `first_id` to before `first_id` + `num_experts` are experts here, others none.
+        row_ends_C: int32; where each chunk's rows end.
+        num_rows: the most rows of a chunk.
+    """
+    size = num_rows * ids_RK.shape[1]
+    num_blocks, experts = triton.cdiv(size, BLOCK), triton.next_power_of_2(num_experts)
+    counts = out.ends_S.new_empty(num_experts, num_blocks + 1)
+    where = row_ends_C, chunk, first_id
+    sizes = {"SLOTS": ids_RK.shape[1], "EXPERTS": experts, "BLOCK": BLOCK}
+    _count_kernel[(num_blocks,)](ids_RK, counts, size, num_experts, *where, **sizes)
+    _scan_kernel[(num_experts,)](counts, num_blocks, BLOCKS=min(triton.next_power_of_2(num_blocks), SCAN))
+    _place_kernel[(num_blocks,)](
+        ids_RK, counts, out.rows_P, None, out.slots_RK, out.ends_S, weights_RK, out.weights_P,
+        size, num_experts, out.rows_P.shape[0], *where, **sizes,
     )  # fmt: skip
 
 
 @triton.jit
-def _load_ids(ids, index, size, num_experts):
-    """Expert of each pair of this block; -1 for none."""
-    id = tl.load(ids + index, mask=index < size, other=-1).to(tl.int32)
-    return tl.where((id >= 0) & (id < num_experts), id, -1)
+def _pair_range(row_ends, chunk, size, SLOTS: tl.constexpr):
+    """First pair of the table that counts and the end: all of them, or those of a chunk of rows."""
+    if row_ends is None:
+        return chunk * 0, size
+    else:
+        first = tl.load(row_ends + chunk - 1, mask=chunk > 0, other=0)
+        return first * SLOTS, tl.load(row_ends + chunk) * SLOTS
 
 
 @triton.jit
-def _count_kernel(ids, counts, size, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def _load_ids(ids, index, end, first_id, num_experts):
+    """Expert of each pair of this block; -1 for none."""
+    id = tl.load(ids + index, mask=index < end, other=-1).to(tl.int32) - first_id
+    return tl.where((id >= 0) & (id < num_experts), id, -1)
+
+
+@triton.jit(do_not_specialize=["chunk", "first_id"])
+def _count_kernel(
+    ids, counts, size, num_experts, row_ends, chunk, first_id,
+    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program: one block of pairs."""
     block = tl.program_id(0)
-    id = _load_ids(ids, block * BLOCK + tl.arange(0, BLOCK), size, num_experts)
+    first, end = _pair_range(row_ends, chunk, size, SLOTS)
+    id = _load_ids(ids, first + block * BLOCK + tl.arange(0, BLOCK), end, first_id, num_experts)
     count = tl.histogram(tl.maximum(id, 0), EXPERTS, mask=id >= 0)
     expert = tl.arange(0, EXPERTS)
     tl.store(counts + expert * (tl.num_programs(0) + 1) + block, count, mask=expert < num_experts)
@@ -134,32 +189,45 @@ def _scan_kernel(counts, num_blocks, BLOCKS: tl.constexpr):
     tl.store(base + num_blocks, before)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk", "first_id"])
 def _place_kernel(
-    ids, before, rows, order, slots, offsets, size, num_experts, num_pairs, num_slots,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    ids, before, rows, order, slots, offsets, weights, pair_weights, size, num_experts, num_pairs,
+    row_ends, chunk, first_id,
+    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: one block of pairs."""
     num_blocks = tl.num_programs(0)
     block = tl.program_id(0)
     place = tl.arange(0, BLOCK)
-    id = _load_ids(ids, block * BLOCK + place, size, num_experts)
+    first, last = _pair_range(row_ends, chunk, size, SLOTS)
+    id = _load_ids(ids, first + block * BLOCK + place, last, first_id, num_experts)
     count = tl.histogram(tl.maximum(id, 0), EXPERTS, mask=id >= 0)
     expert = tl.arange(0, EXPERTS)
     at = before + expert * (num_blocks + 1)
     total = tl.load(at + num_blocks, mask=expert < num_experts, other=0)
     end = tl.cumsum(total, 0)
-    if block == 0:
-        tl.store(offsets + expert, end, mask=expert < num_experts)
+    if row_ends is not None:
+        segment = chunk * num_experts
+        end += tl.load(offsets + segment - 1, mask=segment > 0, other=0)
+        if block == 0:
+            # Where there is no room nothing is worked on.
+            tl.store(offsets + segment + expert, tl.minimum(end, num_pairs), mask=expert < num_experts)
+    else:
+        if block == 0:
+            tl.store(offsets + expert, end, mask=expert < num_experts)
     # From a pair's place among the sorted pairs of the block to its place among all.
     shift = end - total + tl.load(at + block, mask=expert < num_experts, other=0) - (tl.cumsum(count, 0) - count)
     # Pairs without expert come last.
     key = tl.sort(tl.where(id >= 0, id, EXPERTS) * BLOCK + place)
     id = key // BLOCK
-    pair = block * BLOCK + key % BLOCK
+    pair = first + block * BLOCK + key % BLOCK
     slot = place + tl.gather(shift, tl.minimum(id, EXPERTS - 1), 0)
     # More pairs than the caller knows of find no room.
     valid = (id < EXPERTS) & (slot < num_pairs)
-    tl.store(order + slot, pair, mask=valid)
-    tl.store(rows + slot, pair // num_slots, mask=valid)
-    tl.store(slots + pair, tl.where(valid, slot, -1), mask=pair < size)
+    if order is not None:
+        tl.store(order + slot, pair, mask=valid)
+    if weights is not None:
+        weight = tl.load(weights + pair, mask=valid, other=0.0)
+        tl.store(pair_weights + slot, weight.to(pair_weights.dtype.element_ty), mask=valid)
+    tl.store(rows + slot, pair // SLOTS, mask=valid)
+    tl.store(slots + pair, tl.where(valid, slot, -1), mask=pair < last)

@@ -111,7 +111,7 @@ def a_thousand_rounds_with_delays(device: torch.device) -> None:
             step % 50,
         )
         delay(chooser)
-        routes, totals = exchange_counts(exchange, order.sent_2N, tag_of(number, PLAN), 10**6)
+        routes, totals = exchange_counts(exchange, order.sent_C2N, tag_of(number, PLAN), 10**6)
         out = Received(
             given.x_TD.new_full((bound, 64), float("nan")),
             given.weights_TK.new_full((bound, TOP_K), float("nan")),
@@ -300,7 +300,7 @@ def a_layer_equals_that_of_the_collective_backend(device: torch.device) -> None:
 
 
 def some_counts(device: torch.device) -> Tensor:
-    return order_rows(inputs(device, 5, 0).ids_TK, NUM_RANKS, EXPERTS_PER_RANK).sent_2N
+    return order_rows(inputs(device, 5, 0).ids_TK, NUM_RANKS, EXPERTS_PER_RANK).sent_C2N
 
 
 def a_plan_numbers_rows_as_torch_does(device: torch.device) -> None:
@@ -314,7 +314,7 @@ def a_plan_numbers_rows_as_torch_does(device: torch.device) -> None:
             goes = items > 0
             assert torch.equal(order.index_NT[rank], torch.where(goes, goes.cumsum(0) - 1, -1).int())
             assert torch.equal(order.tokens_NT[rank, : int(goes.sum())], goes.nonzero().flatten().int())
-            assert order.sent_2N[:, rank].tolist() == [int(goes.sum()), int(items.sum())]
+            assert order.sent_C2N[0, :, rank].tolist() == [int(goes.sum()), int(items.sum())]
 
 
 def a_rank_that_does_not_come_is_named(device: torch.device) -> None:

@@ -103,9 +103,9 @@ def plan_all(ranks: list[Exchange], ids: list[Tensor], layer: int = 0, bound: in
     tag = tag_of(layer, PLAN)
     orders = [order_rows(table, len(ranks), IDS_PER_RANK) for table in ids]
     for exchange, order in zip(ranks, orders, strict=True):
-        exchange_counts(exchange, order.sent_2N, tag, bound, PUT)
+        exchange_counts(exchange, order.sent_C2N, tag, bound, PUT)
     taken = [
-        exchange_counts(exchange, order.sent_2N, tag, bound, TAKE)
+        exchange_counts(exchange, order.sent_C2N, tag, bound, TAKE)
         for exchange, order in zip(ranks, orders, strict=True)
     ]
     return [
@@ -325,7 +325,7 @@ def test_more_rows_than_there_is_room_for_are_noted_and_never_written(num_ranks:
     assert len(expected) > bound and torch.equal(received[-1], expected[:bound])
     assert all(torch.equal(exchange.arena[-len(b) :], b) for exchange, b in zip(ranks, behind, strict=True))
     outs = combine_all(plans, received, [rows[:, :0] for rows in received])
-    kept = [int(count) for count in plans[0].routes[0, :, -1]]
+    kept = [int(count) for count in plans[0].routes[0, 0, :, -1]]
     for rank, (out, _) in enumerate(outs):
         assert torch.equal(out[: kept[rank]], xs[rank][: kept[rank]]) and not bool(out[kept[rank] :].any())
     for exchange in ranks[:-1]:
@@ -372,7 +372,7 @@ def test_a_compiled_graph_keeps_every_exchange_in_order() -> None:
 
 
 def sent_by(ids: list[Tensor]) -> list[Tensor]:
-    return [order_rows(table, len(ids), IDS_PER_RANK).sent_2N for table in ids]
+    return [order_rows(table, len(ids), IDS_PER_RANK).sent_C2N for table in ids]
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe import fused_experts as fused
-from moe import tiles
+from moe import fused_launches, tiles
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
 from moe.tiles import Tile
@@ -159,7 +159,7 @@ def test_tuning_measures_what_launches_ask_for(monkeypatch: pytest.MonkeyPatch, 
             name: other
         }
     asked: set[tuple[str, tiles.Shape]] = set()
-    monkeypatch.setattr(fused, "tile_for", lambda *name: asked.add(name) or tiles.tile_for(*name))
+    monkeypatch.setattr(fused_launches, "tile_for", lambda *name: asked.add(name) or tiles.tile_for(*name))
     for work in works.values():
         work()
     assert asked == set(works)

@@ -27,7 +27,7 @@ RELEASED = """
 step tokens time attempt train/loss train/aux_loss train/z_loss train/mtp_loss train/grad_norm train/lr
 eval/held_out/loss eval/held_out/bits_per_byte perf/tokens_per_second perf/tokens_per_second_per_gpu perf/tflops_per_gpu
 perf/mfu perf/step_seconds perf/data_seconds perf/peak_memory_gib moe/load_max_over_mean moe/load_entropy
-moe/dropped_rows moe/tokens_per_expert
+moe/dropped_rows moe/tokens_per_expert perf/exposed_exchange_seconds
 """.split()
 
 

@@ -61,7 +61,18 @@ def refusal(words: str) -> str:
             "much as is needed; set comms.capacity=null, or comms.backend=symm_mem",
         ),
         ("model.moe.pair_capacity=2", "model.moe.pair_capacity=2.0 bounds the room of comms.backend=symm_mem"),
-        ("comms.chunks=2", "comms.chunks=2 is not available in this version; available: 1"),
+        ("comms.chunks=0", "comms.chunks=0: must be at least 1; nearest legal: 1"),
+        (
+            "comms.chunks=2",
+            "comms.chunks=2 is about rows that travel while fused kernels compute, which needs comms.backend=symm_mem "
+            "instead of auto; set that, or comms.chunks=1",
+        ),
+        ("comms.measure=true", "comms.measure=true is about rows that travel while fused kernels compute, which needs"),
+        ("comms.chunks=2 comms.backend=symm_mem", "which needs model.moe.backend=fused instead of auto"),
+        (
+            "comms.chunks=2 comms.backend=symm_mem model.moe.backend=fused model.moe.linear_bias=true",
+            "which needs model.moe.linear_bias=false instead of true",
+        ),
         ("train.steps=0", "train.steps=0: must be at least 1; nearest legal: 1"),
         ("optim.lr=-1", "optim.lr=-1.0: must be at least 0"),
         ("optim.lr=nan", "optim.lr=nan"),
@@ -152,6 +163,10 @@ def test_bounds_of_the_exchange_are_those_of_symmetric_memory() -> None:
     assert "pair_capacity=0.9 is less than the balanced load" in message and message.endswith("nearest legal: 1")
     validate(with_settings(f"{ours} model.moe.pair_capacity=0.9 model.moe.capacity_factor=0.8"))
     assert "comms.backend=collective makes as much" in refusal("comms.backend=collective comms.capacity=1.5")
+
+
+def test_chunks_travel_where_dispatch_experts_and_combine_are_one() -> None:
+    validate(with_settings("comms.chunks=2 comms.backend=symm_mem model.moe.backend=fused"))
 
 
 def test_compose_validates() -> None:

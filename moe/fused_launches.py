@@ -1,0 +1,127 @@
+"""Launches of the fused expert kernels (moe/kernels/fused_experts.py) into memory that the caller has made.
+
+    ends_S    int32; end of each expert's pairs, chunk by chunk of the rows
+    chunk     whose pairs a launch works on: one descriptor and one table serve all of them
+    spare     multiprocessors to leave to an exchange that travels meanwhile
+
+The kernels are persistent and deal their tiles out beforehand: a program that finds no multiprocessor starts when the
+others end. So beside an exchange there must be fewer of them.
+
+Shape suffixes: R rows, P pairs sorted by chunk and expert, D model dim, F hidden units of one expert, H = 2 F,
+E experts, C chunks, S = C * E, I and O in- and out-features.
+"""
+
+# Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
+# pyright: basic, reportArgumentType=false
+
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from comms.kernels.e4m3 import can_cast
+from comms.put_and_take import num_processors
+from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_kernel, weight_grad_kernel
+from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE
+from moe.tiles import Tile, tile_for
+
+# Pairs and columns of one program of the activation's gradient.
+ACT_ROWS, ACT_COLUMNS = 8, 256
+
+
+def launch_up(
+    rows_RD: Tensor, rows_P: Tensor, weights_P: Tensor, w_E2FD: Tensor, b_E2F: Tensor | None, ends_S: Tensor,
+    h_PH: Tensor, a_PF: Tensor, activation: str, chunk: int = 0, spare: int = 0,
+) -> None:  # fmt: skip
+    """h[p] = W[e] x[rows[p]] + b[e], gate first, and a[p] = w[p] * act(h[p])."""
+    E, _, F, D = w_E2FD.shape
+    tile = tile_for("up", (E, D, F))
+    if rows_P.shape[0] == 0:
+        return
+    w_desc = TensorDescriptor.from_tensor(w_E2FD.view(E * 2, F, D), [2, tile.n, tile.k])
+    up_kernel[num_programs(rows_RD, spare)](
+        rows_RD, rows_P, weights_P, w_desc, b_E2F, ends_S, h_PH, a_PF, D, F, E, chunk * E,
+        EXPERTS=triton.next_power_of_2(E), HAS_BIAS=b_E2F is not None, EVEN_K=D % tile.k == 0, PARTS=tile.parts,
+        **activation_of(activation), **_launch(rows_RD, tile, spare),
+    )  # fmt: skip
+
+
+def launch_rows(
+    kernel: str, a_PI: Tensor, w_E: Tensor, ends_S: Tensor, out_PO: Tensor, transposed: bool,
+    bias_EO: Tensor | None = None, weights_P: Tensor | None = None, chunk: int = 0, spare: int = 0,
+) -> None:  # fmt: skip
+    """w[e] a[p] with w (E, O, I); or, transposed, w[e]^T a[p] with w (E, I, O). `kernel` is its name among tiles."""
+    (num_pairs, inner), width, E = a_PI.shape, out_PO.shape[1], w_E.shape[0]
+    tile = tile_for(kernel, (E, inner, width))
+    if num_pairs == 0:
+        return
+    a_desc = TensorDescriptor.from_tensor(a_PI, [tile.m, tile.k])
+    block = [tile.k, tile.n] if transposed else [tile.n, tile.k]
+    b_desc = TensorDescriptor.from_tensor(w_E.view(-1, w_E.shape[2]), block)
+    rows_kernel[num_programs(a_PI, spare)](
+        a_desc, b_desc, bias_EO, weights_P, ends_S, out_PO, inner, width, E, chunk * E,
+        EXPERTS=triton.next_power_of_2(E), HAS_BIAS=bias_EO is not None, TRANSPOSED=transposed,
+        EVEN_K=inner % tile.k == 0, **_launch(a_PI, tile, spare),
+    )  # fmt: skip
+
+
+def launch_act_grad(
+    da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, ends_S: Tensor, dh_PH: Tensor, dots_P: Tensor, activation: str,
+    num_experts: int, coded: tuple[Tensor, Tensor] | None = None, chunk: int = 0, num_pairs: int | None = None,
+) -> None:  # fmt: skip
+    """dh and <da, act(h)>; in the place of da stands w[p] * act(h[p]). Coded: dh in e4m3 and its scales, too.
+
+    Args:
+        num_pairs: the most pairs of the chunk; None: all.
+    """
+    P, F = da_PF.shape
+    values, scales = (None, None) if coded is None else coded
+    block = ACT_COLUMNS if coded else min(ACT_COLUMNS, triton.next_power_of_2(F))
+    num_pairs = P if num_pairs is None else num_pairs
+    if num_pairs:
+        act_grad_kernel[(triton.cdiv(num_pairs, ACT_ROWS),)](
+            da_PF, weights_P, ends_S, h_PH, dh_PH, values, scales, dots_P, F, num_experts, chunk * num_experts,
+            ROWS=ACT_ROWS, BLOCK=block, CODED=coded is not None, CAST=can_cast(h_PH), **activation_of(activation),
+        )  # fmt: skip
+
+
+def launch_weight_grad(
+    left_PM: Tensor, right_PN: Tensor, ends_S: Tensor, out_EMN: Tensor, spare: int = 0
+) -> None:  # fmt: skip
+    """The sum over each expert's pairs, of all chunks, of left[p] right[p]^T; zero for an expert without pairs."""
+    E, M, N = out_EMN.shape
+    tile = tile_for("weight_grad", (E, M, N))
+    if left_PM.shape[0] == 0:
+        out_EMN.zero_()
+        return
+    left_desc = TensorDescriptor.from_tensor(left_PM, [tile.k, tile.m])
+    right_desc = TensorDescriptor.from_tensor(right_PN, [tile.k, tile.n])
+    weight_grad_kernel[num_programs(left_PM, spare)](
+        left_desc, right_desc, left_PM, right_PN, ends_S, out_EMN, M, N, E,
+        CHUNKS=ends_S.shape[0] // E, **_launch(left_PM, tile, spare),
+    )  # fmt: skip
+
+
+def num_programs(tensor: Tensor, spare: int = 0) -> tuple[int]:
+    """One program per multiprocessor that is not spared; a few under the interpreter."""
+    return (max(num_processors(tensor.device) - spare, 1) if tensor.is_cuda else 3,)
+
+
+def activation_of(name: str) -> dict[str, Any]:
+    """What the kernels know of the activation."""
+    return {"CLAMPED": name == "clamped_swiglu", "LIMIT": CLAMP_LIMIT, "SLOPE": CLAMP_SLOPE}
+
+
+def _launch(tensor: Tensor, tile: Tile, spare: int) -> dict[str, Any]:
+    return {
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "GROUP": tile.group,
+        # Of products of fp32; others are exact anyway.
+        "PRECISION": "ieee",
+        "PROGRAMS": num_programs(tensor, spare)[0],
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }

@@ -1,0 +1,250 @@
+"""Layers whose rows travel chunk by chunk while experts compute, between processes on the CPU, kernels interpreted.
+
+Against one chunk, and against the collective backend with the same fused kernels: outputs, gradients of x and of the
+router are the same sums in the same order, so equal bit for bit; weight gradients are sums in another order (fp32,
+1e-6). Memory starts as NaN, arenas too, and ranks have different numbers of tokens, some none.
+"""
+
+import os
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import comms.put_and_take
+import moe.kernels.sort_pairs
+from comms.payload import Payload
+from comms.symmetric_exchange import plan_exchange
+from comms.symmetric_memory import Exchange, plan_layout
+from moe import tiles
+from moe.config import MoEConfig
+from moe.exchanged_experts import Through, depart, exchanged_experts
+from moe.layer import MoE
+from parallel.activation_checkpoint import apply_activation_checkpoint
+from parallel.config import ParallelConfig
+from parallel.expert_parallel import use_exchange
+from parallel.mesh import build_mesh
+from tests.distributed.tiny_models import DEEPSEEK
+from tests.interpreter.test_exchange_processes import shared_exchange
+from tests.interpreter.test_fused_experts import SMALL
+from trainer.build import build_model
+from trainer.config import Config, OptimConfig, PrecisionConfig, TrainConfig
+from trainer.optim import build_optimizer
+from trainer.parity import full_tensors, synthetic_batches
+from trainer.step import train_step
+from trainer.worker_pool import free_port
+
+MAX_TOKENS, WIDTH, HIDDEN, TOP_K, EXPERTS_PER_RANK = 12, 16, 16, 2, 3
+CHUNKS = (1, 2, 3, 5)
+
+
+def build_layer(exchange: Exchange | None, chunks: int, shared: bool = True, **options: Any) -> MoE:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(7)
+    config = MoEConfig(
+        num_experts=EXPERTS_PER_RANK * num_ranks, top_k=TOP_K, expert_dim=HIDDEN, backend="fused",
+        shared_expert_dim=8 if shared else 0, **options,
+    )  # fmt: skip
+    layer = MoE(config, WIDTH)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0, 0.3)
+        # Some experts get no token.
+        layer.router.weight[1::4] = -layer.router.weight[1::4].abs() - 9
+    for name, parameter in list(layer.experts.named_parameters()):
+        part = parameter.detach()[rank * EXPERTS_PER_RANK : (rank + 1) * EXPERTS_PER_RANK]
+        setattr(layer.experts, name, nn.Parameter(part.clone()))
+    layer.ep_group, layer.exchange, layer.number, layer.chunks = dist.group.WORLD, exchange, 3, chunks
+    return layer
+
+
+def layer_pass(
+    exchange: Exchange | None, chunks: int, tokens: list[int], mode: str = "none", **options: Any
+) -> list[Tensor]:
+    """Output and every gradient of two calls of a layer, both alive at once."""
+    payload = options.pop("payload", Payload())
+    layer = build_layer(exchange, chunks, **options)
+    layer.dispatch_payload = layer.combine_payload = payload
+    wrapped = apply_activation_checkpoint(layer, mode)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    num_tokens = tokens[dist.get_rank()]
+    # Positive: experts whose router's row is negative get none.
+    shape = (1, num_tokens, WIDTH) if num_tokens else (0, 1, WIDTH)
+    xs = [torch.rand(shape, generator=generator).requires_grad_() for _ in range(2)]
+    if exchange is not None:
+        exchange.arena[exchange.layout.rows_at :] = 255
+        dist.barrier()
+    outs = [wrapped(x)[0] for x in xs]
+    sum((out * out).sum() for out in outs).backward()
+    return [*(out.detach() for out in outs), *(x.grad for x in xs), *(p.grad for p in layer.parameters())]
+
+
+def assert_close(ours: list[Tensor], theirs: list[Tensor], bound: float) -> None:
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert bool(a.isfinite().all()), number
+        assert float((a - b).norm()) <= bound * float(b.norm()), (number, float((a - b).norm()), float(b.norm()))
+
+
+def epochs(exchange: Exchange) -> list[int]:
+    """Of counts, rows there and rows back."""
+    words = exchange.arena[: 8 * exchange.layout.failed_at].view(torch.int64)
+    return words.view(3, -1)[:, 0].tolist()
+
+
+def equal_for_every_number_of_chunks(exchange: Exchange) -> None:
+    for tokens, options, more in (
+        ([MAX_TOKENS, 7, 1], {}, CHUNKS[1:]),
+        ([3, 0, MAX_TOKENS], {"activation": "clamped_swiglu", "shared": False}, (5,)),
+    ):
+        one = layer_pass(exchange, 1, tokens, **options)
+        assert_close(one, layer_pass(None, 1, tokens, **options), 1e-6)
+        for chunks in more:
+            ours = layer_pass(exchange, chunks, tokens, **options)
+            # Both outputs, both gradients of x.
+            assert all(torch.equal(a, b) for a, b in zip(ours[:4], one[:4], strict=True))
+            assert_close(ours, one, 1e-6)
+
+
+def coded_rows_travel_in_chunks_too(exchange: Exchange) -> None:
+    tokens, payload = [MAX_TOKENS, 7, 1], Payload("mxfp8", "mxfp8")
+    theirs = layer_pass(None, 1, tokens, payload=payload)
+    for chunks in (1, 3):
+        assert_close(layer_pass(exchange, chunks, tokens, payload=payload), theirs, 1e-6)
+
+
+def nothing_is_sent_again_by_a_recomputation(exchange: Exchange) -> None:
+    tokens = [MAX_TOKENS, 7, 1]
+    expected = layer_pass(exchange, 1, tokens)
+    for mode, numbers in (("none", (3,)), ("selective", (1,)), ("full", (1, 3))):
+        for chunks in numbers:
+            before = epochs(exchange)
+            ours = layer_pass(exchange, chunks, tokens, mode)
+            assert_close(ours, expected, 1e-6)
+            # Two calls: a plan each; of every chunk its rows and the gradients of its result, and the way back of both.
+            sent = [after - number for after, number in zip(epochs(exchange), before, strict=True)]
+            assert sent == [2, 4 * chunks, 4 * chunks], (mode, chunks, sent)
+
+
+def fewer_pairs_than_come_are_noted(exchange: Exchange) -> None:
+    """What has no room is left out, on every rank alike, and said."""
+    layer = build_layer(exchange, 3, pair_capacity=0.5)
+    layer(torch.rand(1, MAX_TOKENS, WIDTH, generator=torch.Generator().manual_seed(3)))[0].sum().backward()
+    exchange.check()
+    noted = exchange.overflow.clone()
+    exchange.overflow.zero_()
+    everywhere = [torch.empty_like(noted) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, noted)
+    assert any(int(overflow[3]) > int(overflow[4]) > 0 for overflow in everywhere)
+
+
+def a_compiled_graph_is_whole(exchange: Exchange) -> None:
+    """The operators and their gradients in one graph, with something between departure and arrival."""
+    layer = build_layer(exchange, 2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, weights = torch.rand(9, WIDTH, generator=generator), torch.rand(9, TOP_K, generator=generator)
+    num_experts = EXPERTS_PER_RANK * dist.get_world_size()
+    ids = torch.rand(9, num_experts, generator=generator).argsort(1)[:, :TOP_K]
+
+    def compute(x: Tensor, weights: Tensor, w_up: Tensor, w_down: Tensor, plan: Any) -> Tensor:
+        through = Through(plan, dist.get_rank() * EXPERTS_PER_RANK, Payload(), Payload())
+        depart(through, x, weights, ids)
+        beside = x @ x.T
+        y = exchanged_experts(through, x, weights, ids, w_up, w_down, "swiglu")
+        return y * 2 + beside @ x
+
+    results = []
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
+    for function in (compute, compiled):
+        plan = plan_exchange(ids, EXPERTS_PER_RANK, exchange, 0, 10**3, 2)
+        given = [leaf.detach().clone().requires_grad_() for leaf in (x, weights, *layer.experts.parameters())]
+        out = function(*given, plan)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), given)])
+    assert_close(results[1], results[0], 0)
+
+
+def train(exchange: Exchange | None, chunks: int, mode: str) -> dict[str, Tensor]:
+    """Weights after a step of a small model whose experts FSDP wraps."""
+    num_ranks = dist.get_world_size()
+    config = Config(
+        model=replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, backend="fused")),
+        train=TrainConfig(global_batch_size=num_ranks, micro_batch_size=1, seq_len=MAX_TOKENS, steps=1),
+        parallel=ParallelConfig(dp_shard=num_ranks, ep=num_ranks, activation_checkpoint=mode),
+        precision=PrecisionConfig(recipe="fp32"),
+        optim=OptimConfig(name="sgd", lr=0.1),
+    )
+    mesh = build_mesh(config.parallel, torch.device("cpu"))
+    model = build_model(config, mesh)
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    if exchange is not None:
+        use_exchange(layers, exchange)
+        for layer in layers:
+            layer.chunks = chunks
+    optimizer = build_optimizer(model, config.optim)
+    train_step(model, optimizer, synthetic_batches(config, mesh, 0), mesh, config)
+    return full_tensors(model)
+
+
+def a_model_learns_the_same(exchange: Exchange) -> None:
+    """Loss, auxiliary loss and balancing bias included: they are in the weights after a step."""
+    theirs = train(None, 1, "none")
+    for chunks, mode in ((2, "none"), (3, "full")):
+        for (name, a), b in zip(train(exchange, chunks, mode).items(), theirs.values(), strict=True):
+            assert float((a - b).norm()) <= 1e-5 * float(b.norm()), name
+
+
+# By the number of ranks. The interpreter is slow, and ranks wait for each other by polling.
+CHECKS = {
+    1: (equal_for_every_number_of_chunks, a_compiled_graph_is_whole),
+    2: (
+        equal_for_every_number_of_chunks,
+        coded_rows_travel_in_chunks_too,
+        nothing_is_sent_again_by_a_recomputation,
+        fewer_pairs_than_come_are_noted,
+        a_compiled_graph_is_whole,
+        a_model_learns_the_same,
+    ),
+    3: (equal_for_every_number_of_chunks,),
+}
+
+
+def run_rank(rank: int, num_ranks: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    tiles.CANDIDATES = {kernel: (tile,) for kernel, tile in SMALL.items()}
+    # The interpreter sorts slowly.
+    moe.kernels.sort_pairs.BLOCK = 16
+    # Chunks end between blocks of tokens.
+    comms.put_and_take.PLAN_TOKENS, comms.put_and_take.PLAN_STRIP = 2, 2
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    row_bytes, side_bytes = 4 * max(WIDTH, DEEPSEEK.dim), 8 * max(TOP_K, DEEPSEEK.moe.top_k)
+    layout = plan_layout(num_ranks, MAX_TOKENS, num_ranks, row_bytes, side_bytes, max_chunks=max(CHUNKS))
+    exchange = shared_exchange(Path(folder), layout, MAX_TOKENS, TOP_K)
+    for check in CHECKS[num_ranks]:
+        problem = ""
+        try:
+            check(exchange)
+            exchange.check()
+            exchange.check_overflow()
+        except Exception:
+            problem = traceback.format_exc()
+        (Path(folder) / f"{check.__name__}.{rank}").write_text(problem)
+        dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_chunks_change_nothing(num_ranks: int, tmp_path: Path) -> None:
+    mp.spawn(run_rank, (num_ranks, free_port(), str(tmp_path)), nprocs=num_ranks)
+    problems = {
+        f"{check.__name__}.{rank}": (tmp_path / f"{check.__name__}.{rank}").read_text()
+        for check in CHECKS[num_ranks]
+        for rank in range(num_ranks)
+    }
+    assert not any(problems.values()), "\n".join(f"{name}:\n{said}" for name, said in problems.items() if said)

@@ -1,0 +1,55 @@
+"""Checks of the settings of the exchange of rows, for trainer/validate.py."""
+
+from trainer.config import Config
+
+
+def check_exchange(config: Config) -> None:
+    """Bounds, chunks and measurements where the backend has them.
+
+    Raises:
+        ValueError: a setting that this run's backends cannot carry out.
+    """
+    _check_room(config)
+    _check_chunks(config)
+
+
+def _check_room(config: Config) -> None:
+    """Bounds of the exchange; how many ranks a token must reach is checked by trainer/layout.py."""
+    moe, backend = config.model.moe, config.comms.backend
+    for key, value in (("comms.capacity", config.comms.capacity), ("model.moe.pair_capacity", moe.pair_capacity)):
+        if value is not None and backend not in ("symm_mem", "nvshmem"):
+            raise ValueError(
+                f"{key}={value} bounds the room of comms.backend=symm_mem and nvshmem, and comms.backend={backend} "
+                f"makes as much as is needed; set {key}=null, or comms.backend=symm_mem"
+            )
+    if backend == "nvshmem" and config.parallel.async_tp != "none":
+        raise ValueError(
+            f"parallel.async_tp={config.parallel.async_tp} and comms.backend=nvshmem want symmetric memory of two "
+            "kinds, and a process has one; set parallel.async_tp=none, or comms.backend=collective"
+        )
+    # With dropless routing the mean over ranks is exactly 1.
+    if moe.pair_capacity is not None and moe.pair_capacity < 1 and moe.capacity_factor is None:
+        raise ValueError(
+            f"model.moe.pair_capacity={moe.pair_capacity} is less than the balanced load, which some rank always "
+            "has; nearest legal: 1"
+        )
+
+
+def _check_chunks(config: Config) -> None:
+    """What only the operator knows that is dispatch, experts and combine at once."""
+    comms = config.comms
+    if comms.chunks == 1 and not comms.measure:
+        return
+    asked, without = ("comms.measure=true", "comms.measure=false")
+    if comms.chunks > 1:
+        asked, without = f"comms.chunks={comms.chunks}", "comms.chunks=1"
+    needs = {"comms.backend": "symm_mem", "model.moe.backend": "fused"}
+    for key, needed in {**needs, "model.moe.linear_bias": False, "model.moe.scores_before_experts": False}.items():
+        section = comms if key.startswith("comms.") else config.model.moe
+        value = getattr(section, key.rpartition(".")[2])
+        if value != needed:
+            value, needed = str(value).lower(), str(needed).lower()
+            raise ValueError(
+                f"{asked} is about rows that travel while fused kernels compute, which needs {key}={needed} instead of "
+                f"{value}; set that, or {without}"
+            )
