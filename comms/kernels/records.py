@@ -153,7 +153,7 @@ def _unpack_kernel(
 def _routes_kernel(
     table, overflow, routes, totals, me, tag, row_bound, item_bound, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr
 ):
-    """One program. As in comms/kernels/routes.py for one chunk, but results come back without gaps: to clamped places."""
+    """One program. As comms/kernels/routes.py has it for one chunk, but results come back to places without gaps."""
     sender = tl.arange(0, RANKS)[:, None]
     receiver = tl.arange(0, RANKS)[None, :]
     inside = (sender < NUM_RANKS) & (receiver < NUM_RANKS)
