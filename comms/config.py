@@ -28,3 +28,6 @@ class CommsConfig:
     chunks: int = 1
     # Thread blocks that move rows; null means chosen by size.
     num_ctas: int | None = None
+    # Consecutive ranks of parallel.ep that share fast links. Where there are several such nodes, a row crosses the
+    # network once to each node that needs it, and is passed on there. null means what the hosts of the ranks say.
+    ranks_per_node: int | None = None

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from comms.all_to_all import AS_IT_IS, Plan, combine, dispatch, plan_dispatch
 from comms.collectives import gather_dim, gather_over_ranks, reduce_scatter, sum_over_ranks
+from comms.nodes import NodeGroups
 from comms.split_sequence import SplitSequence
 from comms.symmetric_exchange import plan_exchange
 from comms.symmetric_memory import Exchange, room_for
@@ -75,6 +76,7 @@ class MoE(nn.Module):
         etp_group    the ranks that share the hidden units of each expert
         data_group   the ranks whose tokens make up one batch, for the batch-level auxiliary loss
         sequence     how the tokens of a sequence lie on ranks, for what is counted by sequence
+        nodes        the two levels of ep_group where it spans nodes; None: one level
         exchange     symmetric memory through which the ranks of ep_group reach each other; None: collectives
     """
 
@@ -96,6 +98,7 @@ class MoE(nn.Module):
         self.etp_group: dist.ProcessGroup | None = None
         self.data_group: dist.ProcessGroup | None = None
         self.sequence: SplitSequence | None = None
+        self.nodes: NodeGroups | None = None
         self.exchange: Exchange | None = None
         # What rows and gradients are sent as.
         self.dispatch_payload = self.combine_payload = AS_IT_IS
@@ -159,7 +162,7 @@ class MoE(nn.Module):
         if self.exchange is None:
             owner_TK = torch.where(ids_TK >= 0, ids_TK // experts_per_rank, -1)
             items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(num_ranks)], dim=1)
-            return plan_dispatch(items_TN, self.ep_group, num_items)
+            return plan_dispatch(items_TN, self.nodes or self.ep_group, num_items)
         return plan_exchange(ids_TK, experts_per_rank, self.exchange, self.number, self.pair_room(self.exchange))
 
     def pair_room(self, exchange: Exchange) -> int:

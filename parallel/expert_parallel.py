@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from comms.backend import BackendChoice, choose_backend
 from comms.config import CommsConfig
+from comms.nodes import make_node_groups
 from comms.payload import Payload
 from comms.symmetric_exchange import describe_tag
 from comms.symmetric_memory import Exchange, create_exchange, plan_layout
@@ -64,6 +65,10 @@ def connect_experts(
         layer.dispatch_payload = Payload(comms.payload.dispatch, comms.payload.dispatch_grad)
         layer.combine_payload = Payload(comms.payload.combine, comms.payload.combine_grad)
     choice = choose_backend(comms, mesh.ep_group, mesh.device)
+    if mesh.ep_group is not None:
+        nodes = make_node_groups(mesh.ep_group, choice.ranks_per_node, mesh.config.timeout_seconds)
+        for layer in layers:
+            layer.nodes = nodes
     if choice.backend != "symm_mem" or not layers:
         return choice
     assert mesh.ep_group is not None
