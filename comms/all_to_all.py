@@ -12,17 +12,27 @@ timing, and one rank (no group) differs from many only by the rounding of the pa
 
 The backward of each is the mirror of the other: dispatch's gradient is combined, combine's gradient is dispatched.
 
+Where the ranks are on several nodes, the same is done twice (`NodePlan`, comms/nodes.py): across nodes, to the rank
+with the sender's local index, and inside the node to the ranks that need the row.
+
+    tokens_TD --across--> one row per (token, node) --inside--> rows_RD --(work)--> rows_RD --inside--> --across-->
+
+Received rows are then in order of (local index of the source, its node, token). Partial sums of a node are added first,
+by ascending rank, and rounded to the rows' dtype for the way back; then those of the nodes, ascending. With u the unit
+roundoff of that dtype and s_n node n's sum, the result differs from that of one level by at most
+u * (sum over n of |s_n| + |one level| + |two levels|), beside the order of sums in fp32.
+
 This file holds the collective backend, which is also what others are tested against (comms/symmetric_exchange.py and
 comms/record_exchange.py keep the counts on the device): `all_to_all_single` over NCCL or gloo. It reads the counts on
 the host once per plan, because that collective wants host-side splits. Everything travels as bytes: gloo knows no fp8,
 and one record per row (values, then side columns, row stride rounded up to 16 bytes) makes one exchange per dispatch.
 
-Shape suffixes: T tokens of this rank, S rows sent, R rows received, N ranks of the group, D row width, K side columns,
-B bytes of one record.
+Shape suffixes: T tokens of this rank, S rows sent, R rows received, N ranks of the group (M nodes x L ranks of each),
+D row width, K side columns, B bytes of one record.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -31,6 +41,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # pyright
 
 from comms.kernels.codec import RECORD_ALIGNMENT
 from comms.kernels.gather_sum import gather_sum
+from comms.nodes import NodeGroups
 from comms.payload import Payload, coded_like, decode, encode
 from comms.record_exchange import RecordPlan, combine_by_records, dispatch_by_records
 from comms.symmetric_exchange import SymmetricPlan, combine_rows, dispatch_rows
@@ -62,14 +73,71 @@ class DispatchPlan:
         return True
 
 
-def plan_dispatch(items_TN: Tensor, group: dist.ProcessGroup | None, num_items: int | None = None) -> DispatchPlan:
+@dataclass(frozen=True)
+class NodePlan:
+    """The two levels of an exchange between nodes. What it says of rows and items is what ends on this rank."""
+
+    # To the rank of each node that passes rows on, and from there to those that need them.
+    across: "Plan"
+    inside: "Plan"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank, T."""
+        return self.across.num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Rows received, R."""
+        return self.inside.num_rows
+
+    @property
+    def num_items(self) -> int:
+        """Items that the received rows feed on this rank, in total."""
+        return self.inside.num_items
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the host knows the numbers of rows and items, not only bounds."""
+        return self.inside.is_exact
+
+
+@overload
+def plan_dispatch(items_TN: Tensor, group: NodeGroups, num_items: int | None = None) -> NodePlan: ...
+
+
+@overload
+def plan_dispatch(items_TN: Tensor, group: dist.ProcessGroup | None, num_items: int | None = None) -> DispatchPlan: ...
+
+
+def plan_dispatch(
+    items_TN: Tensor, group: dist.ProcessGroup | NodeGroups | None, num_items: int | None = None
+) -> DispatchPlan | NodePlan:
     """Plan the exchange of this rank's T tokens.
 
     Args:
         items_TN: integer; how many items of rank n token t feeds. A token is sent to n if and only if this is positive.
-        group: the ranks that exchange; None or a group of one means that every row stays where it is.
+        group: the ranks that exchange, or their two levels; None or a group of one means that every row stays where it
+            is.
         num_items: their total, where one rank knows it beforehand: that spares the device a question.
     """
+    if isinstance(group, NodeGroups):
+        return _plan_over_nodes(items_TN, group)
+    return _plan_one_level(items_TN, group, num_items)
+
+
+def _plan_over_nodes(items_TN: Tensor, groups: NodeGroups) -> NodePlan:
+    items_TML = items_TN.view(-1, groups.num_nodes, groups.ranks_per_node).int()
+    across = _plan_one_level(items_TML.sum(2), groups.across)
+    # Whoever passes rows on must plan that too: what each feeds on the ranks of its node goes ahead of it.
+    tokens: list[Tensor] = list(torch.split(across.send_tokens_S, across.send_counts))
+    record = pack([torch.cat([items_TML[index_S, node] for node, index_S in enumerate(tokens)])])
+    received = dispatch_records(record, across.send_counts, across.recv_counts, across.group_name)
+    (items_RL,) = unpack(received, [items_TML[:0, 0]])
+    return NodePlan(across, _plan_one_level(items_RL, groups.inside))
+
+
+def _plan_one_level(items_TN: Tensor, group: dist.ProcessGroup | None, num_items: int | None = None) -> DispatchPlan:
     num_tokens, num_ranks = items_TN.shape
     if group is None or num_ranks == 1:
         tokens = torch.arange(num_tokens, device=items_TN.device)
@@ -107,7 +175,7 @@ def _send_order(is_sent_TN: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
 
 
 # The same for every backend: what differs is where the counts are.
-Plan = DispatchPlan | SymmetricPlan | RecordPlan
+Plan = DispatchPlan | SymmetricPlan | RecordPlan | NodePlan
 
 
 # What is sent if nobody says: rows and gradients in their own dtype.
@@ -133,6 +201,8 @@ def dispatch(
         return dispatch_rows(plan, x_TD, weights_TK, ids_TK, payload)
     if isinstance(plan, RecordPlan):
         return dispatch_by_records(plan, x_TD, weights_TK, ids_TK, payload)
+    if isinstance(plan, NodePlan):
+        return dispatch(plan.inside, *dispatch(plan.across, x_TD, weights_TK, ids_TK, payload), payload)
     if not plan.group_name:
         return x_TD, weights_TK, ids_TK
     return _Dispatch.apply(plan, x_TD, weights_TK, ids_TK, payload)  # type: ignore[no-any-return]
@@ -140,13 +210,29 @@ def dispatch(
 
 def combine(plan: Plan, rows_RD: Tensor, payload: Payload = AS_IT_IS) -> Tensor:
     """Bring one row per (token, rank) back and sum them: out_TD in the dtype of the rows. Unsent tokens get zero."""
+    if isinstance(plan, DispatchPlan) and not plan.group_name:
+        return rows_RD
+    return _bring_back(plan, end_of_recomputation(rows_RD, _some_table(plan)), payload)
+
+
+def _some_table(plan: Plan) -> Tensor:
+    """For the end of a recomputation: a tensor that the plan keeps anyway."""
+    if isinstance(plan, NodePlan):
+        return _some_table(plan.across)
+    return plan.index_NT if isinstance(plan, SymmetricPlan) else plan.slots_TN
+
+
+def _bring_back(plan: Plan, rows_RD: Tensor, payload: Payload) -> Tensor:
     if isinstance(plan, SymmetricPlan):
-        return combine_rows(plan, end_of_recomputation(rows_RD, plan.index_NT), payload)
+        return combine_rows(plan, rows_RD, payload)
     if isinstance(plan, RecordPlan):
-        return combine_by_records(plan, end_of_recomputation(rows_RD, plan.slots_TN), payload)
+        return combine_by_records(plan, rows_RD, payload)
+    if isinstance(plan, NodePlan):
+        # One end of recomputation for both: a second one would have the way back inside the node repeated.
+        return _bring_back(plan.across, _bring_back(plan.inside, rows_RD, payload), payload)
     if not plan.group_name:
         return rows_RD
-    return _Combine.apply(plan, end_of_recomputation(rows_RD, plan.slots_TN), payload)  # type: ignore[no-any-return]
+    return _Combine.apply(plan, rows_RD, payload)  # type: ignore[no-any-return]
 
 
 def end_of_recomputation(rows_RD: Tensor, anchor: Tensor) -> Tensor:

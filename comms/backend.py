@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from comms.config import CommsConfig
+from comms.nodes import hosts_of, split_into_nodes
 from comms.record_transport import nvshmem_unavailable
 from comms.symmetric_memory import unavailable
 
@@ -18,26 +19,39 @@ class BackendChoice(NamedTuple):
     reason: str
     # Memory that this takes, and what it has room for.
     room: str = ""
+    # Of the two levels of an exchange between nodes; None: one level.
+    ranks_per_node: int | None = None
+
+
+# Why rows travel by collectives.
+REASONS = {
+    "collective": "as asked",
+    "auto": "symm_mem has to be asked for: it makes room for the most rows and pairs that could come, or for what "
+    "comms.capacity and model.moe.pair_capacity say",
+}
 
 
 def choose_backend(config: CommsConfig, group: dist.ProcessGroup | None, device: torch.device) -> BackendChoice:
     """Turn comms.backend into what the ranks of `group` use. Collective over the group.
 
     Raises:
-        ValueError: for a backend that cannot run here; it is never replaced by another.
+        ValueError: for a backend that cannot run here, which is never replaced by another; or nodes that cannot be.
     """
     if group is None or group.size() == 1:
         return BackendChoice("none", "no row leaves its rank")
-    if config.backend == "collective":
-        return BackendChoice("collective", "as asked")
-    if config.backend == "auto":
-        return BackendChoice(
-            "collective",
-            "symm_mem has to be asked for: it makes room for the most rows and pairs that could come, or for what "
-            "comms.capacity and model.moe.pair_capacity say",
-        )
+    split = split_into_nodes(config.ranks_per_node, hosts_of(group))
+    levels = None if split.ranks_per_node == group.size() else split.ranks_per_node
+    if config.backend in REASONS:
+        reason = "; ".join(filter(None, (split.reason, REASONS[config.backend])))
+        return BackendChoice("collective", reason, ranks_per_node=levels)
     if config.backend not in ("symm_mem", "nvshmem"):
         raise ValueError(f"comms.backend={config.backend} is unknown; use auto, collective, symm_mem or nvshmem")
+    if levels is not None and config.ranks_per_node is not None:
+        what = "reaches the ranks of one node" if config.backend == "symm_mem" else "knows one level"
+        raise ValueError(
+            f"comms.backend={config.backend} {what}, and with comms.ranks_per_node={levels} the {group.size()} ranks "
+            f"of parallel.ep are on {group.size() // levels}; use comms.backend=collective"
+        )
     if reason := (unavailable if config.backend == "symm_mem" else nvshmem_unavailable)(group, device):
         raise ValueError(f"comms.backend={config.backend} cannot run here: {reason}; use comms.backend=collective")
     return BackendChoice(config.backend, "as asked")

@@ -32,3 +32,6 @@ class CommsConfig:
     # Measure how long devices stand still for rows that travel (perf/exposed_exchange_seconds): takes the host some
     # microseconds per exchange. For backend=symm_mem and model.moe.backend=fused.
     measure: bool = False
+    # Consecutive ranks of parallel.ep that share fast links. Where there are several such nodes, a row crosses the
+    # network once to each node that needs it, and is passed on there. null means what the hosts of the ranks say.
+    ranks_per_node: int | None = None

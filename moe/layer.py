@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from comms.all_to_all import AS_IT_IS, Plan, combine, dispatch, end_of_recomputation, plan_dispatch
 from comms.collectives import gather_dim, gather_over_ranks, reduce_scatter, sum_over_ranks
+from comms.nodes import NodeGroups
 from comms.record_exchange import RecordExchange, plan_records
 from comms.split_sequence import SplitSequence
 from comms.symmetric_exchange import SymmetricPlan, plan_exchange
@@ -87,6 +88,7 @@ class MoE(nn.Module):
         etp_group    the ranks that share the hidden units of each expert
         data_group   the ranks whose tokens make up one batch, for the batch-level auxiliary loss
         sequence     how the tokens of a sequence lie on ranks, for what is counted by sequence
+        nodes        the two levels of ep_group where it spans nodes; None: one level
         exchange     symmetric memory through which the ranks of ep_group reach each other; None: collectives
     """
 
@@ -108,6 +110,7 @@ class MoE(nn.Module):
         self.etp_group: dist.ProcessGroup | None = None
         self.data_group: dist.ProcessGroup | None = None
         self.sequence: SplitSequence | None = None
+        self.nodes: NodeGroups | None = None
         self.exchange: Exchange | None = None
         # Parts of the tokens that travel and compute one by one, if steps 3 to 5 are one.
         self.chunks = 1
@@ -185,7 +188,8 @@ class MoE(nn.Module):
         owner_TK = torch.where(ids_TK >= 0, ids_TK // self.experts_per_rank, -1)
         items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(self.num_ranks)], dim=1)
         every_id_used = self.config.capacity_factor is None and mask_T is None
-        return plan_dispatch(items_TN, self.ep_group, ids_TK.numel() if every_id_used else None)
+        num_items = ids_TK.numel() if every_id_used else None
+        return plan_dispatch(items_TN, self.nodes or self.ep_group, num_items)
 
     def through(self, plan: Plan, x_TD: Tensor) -> Through | None:
         """How rows travel while experts compute; None where steps 3 to 5 are taken one by one."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from comms.backend import BackendChoice, choose_backend
 from comms.config import CommsConfig
+from comms.nodes import make_node_groups
 from comms.payload import Payload
 from comms.record_exchange import create_record_exchange, plan_record_layout
 from comms.symmetric_exchange import describe_tag
@@ -67,6 +68,10 @@ def connect_experts(
     choice = choose_backend(comms, mesh.ep_group, mesh.device)
     if comms.chunks > 1:
         _check_chunks(layers, comms, choice.backend, dtype, mesh.device)
+    if mesh.ep_group is not None:
+        nodes = make_node_groups(mesh.ep_group, choice.ranks_per_node, mesh.config.timeout_seconds)
+        for layer in layers:
+            layer.nodes = nodes
     if choice.backend not in ("symm_mem", "nvshmem") or not layers:
         return choice
     assert mesh.ep_group is not None

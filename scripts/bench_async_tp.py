@@ -64,7 +64,7 @@ BLOCKS = ModelConfig(
     attention=AttentionConfig(num_heads=32, num_kv_heads=8, head_dim=128),
 )  # fmt: skip
 TINY = replace(
-    BLOCKS, dim=32, ffn_dim=48, vocab_size=64, attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    BLOCKS, dim=32, ffn_dim=48, vocab_size=64, attention=AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=8)
 )
 
 
@@ -88,7 +88,7 @@ class Calls(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write and show; returns the exit code."""
     arguments = parse_arguments(argv)
-    machine = probe()
+    machine = probe(arguments.dry_run)
     try:
         settle_gpus(arguments, machine)
         out = result_file(arguments, "async_tp", machine["card"], "cases")
@@ -144,7 +144,8 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     if arguments.dry_run:
         arguments.rounds = 1
         arguments.sides = [side for side in arguments.sides if side != "torch"]
-        return [Case(kind, rows, 24, 16, 8) for kind in ("gather", "scatter") for rows in (16, 60)]
+        unit = arguments.nproc
+        return [Case(kind, rows * unit, 12 * unit, 8 * unit, 8) for kind in ("gather", "scatter") for rows in (8, 30)]
     widths = [tuple(int(size) for size in pair.split("x")) for pair in arguments.widths.split(",")]
     rows, pieces = ([int(size) for size in text.split(",")] for text in (arguments.rows, arguments.piece_rows))
     return [

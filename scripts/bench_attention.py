@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
 
 # Qwen3-30B-A3B; DeepSeek-V2-Lite; --dry-run.
-SHAPES = {"qwen3": Shape(32, 4, 128, 128), "mla": Shape(16, 16, 192, 128), "tiny": Shape(4, 2, 16, 8)}
+SHAPES = {"qwen3": Shape(32, 4, 128, 128), "mla": Shape(16, 16, 192, 128), "tiny": Shape(8, 2, 16, 8)}
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -58,7 +58,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write and show; returns the exit code."""
     arguments = parse_arguments(argv)
-    machine = probe()
+    machine = probe(arguments.dry_run)
     try:
         settle(arguments, machine)
         out = result_file(arguments, "attention", machine["card"], "modes")

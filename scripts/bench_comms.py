@@ -82,7 +82,7 @@ class Tokens(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write and show; returns the exit code."""
     arguments = parse_arguments(argv)
-    machine = probe()
+    machine = probe(arguments.dry_run)
     try:
         settle_gpus(arguments, machine)
         out = result_file(arguments, "comms", machine["card"], "cases")

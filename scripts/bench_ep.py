@@ -6,6 +6,7 @@
     python scripts/bench_ep.py --backends nvshmem,collective        NVSHMEM: not beside symm_mem in one run
     python scripts/bench_ep.py --experts fused,fp8_blockwise        a recipe of low precision beside bf16
     python scripts/bench_ep.py --experts fused --chunks 2           rows travel while experts compute
+    python scripts/bench_ep.py --nproc 8 --etp 2                    EP=4, each expert cut over 2 ranks (parallel.etp)
     python scripts/bench_ep.py --dry-run                            tiny sizes on 2 CPU processes, by collectives
 
 Every rank has --tokens tokens and its part of the experts (scripts/ep_sides.py), in bf16, compiled as the trainer
@@ -71,7 +72,7 @@ CALLS, AHEAD = 4, 60_000_000
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write and show; returns the exit code."""
     arguments = parse_arguments(argv)
-    machine = probe()
+    machine = probe(arguments.dry_run)
     try:
         settle_gpus(arguments, machine)
         check_sizes(arguments)
@@ -101,6 +102,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="bench_ep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nproc", type=int, help="default: all GPUs")
+    parser.add_argument("--etp", type=int, default=1, help="ranks that share each expert; EP is --nproc over that")
     parser.add_argument("--shapes", default="Qwen3-30B-A3B,Mixtral-8x7B", help="default: %(default)s")
     parser.add_argument("--routing", default=",".join(ROUTINGS), help="default: %(default)s")
     parser.add_argument("--backends", help=f"default: {','.join(DEFAULT_BACKENDS)}; collective in a dry run")
@@ -130,8 +132,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if unknown := set(chosen) - set(names):
             parser.error(f"--{option}: {', '.join(sorted(unknown))} is not known; choose from {', '.join(names)}")
         setattr(arguments, option, chosen)
-    if arguments.rounds <= 0 or arguments.tokens <= 0:
-        parser.error("--rounds and --tokens must be positive")
+    if min(arguments.rounds, arguments.tokens, arguments.etp) <= 0:
+        parser.error("--rounds, --tokens and --etp must be positive")
     if arguments.dry_run and (arguments.backends != ["collective"] or arguments.experts != ["grouped_mm"]):
         parser.error("--dry-run has no GPUs: only --backends collective --experts grouped_mm")
     if {"symm_mem", "nvshmem"} <= set(arguments.backends):
@@ -145,9 +147,17 @@ def check_sizes(arguments: argparse.Namespace) -> None:
     """Raises ValueError where experts and processes do not fit."""
     if arguments.nproc < 2:
         raise ValueError("one process exchanges nothing: use scripts/bench_moe.py")
+    ep, rest = divmod(arguments.nproc, arguments.etp)
+    if rest or ep < 2:
+        raise ValueError(f"--etp={arguments.etp} must divide --nproc={arguments.nproc} and leave 2 for EP")
     for name in arguments.shapes:
-        if shape_of(name, arguments).experts % arguments.nproc:
-            raise ValueError(f"the experts of {name} cannot be split over {arguments.nproc} processes")
+        shape = shape_of(name, arguments)
+        if shape.experts % ep:
+            raise ValueError(f"the experts of {name} cannot be split over {ep} processes")
+        if shape.hidden % arguments.etp:
+            raise ValueError(
+                f"the {shape.hidden} hidden units of {name} cannot be split over {arguments.etp} processes"
+            )
 
 
 def shape_of(name: str, arguments: argparse.Namespace) -> Shape:
@@ -157,7 +167,7 @@ def shape_of(name: str, arguments: argparse.Namespace) -> Shape:
 
 def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
     """What was measured, where, and with which code."""
-    names = ("nproc", "payload", "chunks", "capacity", "pair_capacity", "num_ctas", "rounds", "tune")
+    names = ("nproc", "etp", "payload", "chunks", "capacity", "pair_capacity", "num_ctas", "rounds", "tune")
     chosen = {name: getattr(arguments, name) for name in names}
     return {**chosen, "compiled": not arguments.eager, **stamp(arguments, machine)}
 
@@ -167,11 +177,13 @@ def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """{shape and routing: entry}, alike on every rank."""
-    mesh = build_mesh(ParallelConfig(ep=dist.get_world_size(), timeout_seconds=300), device)
+    ep, etp = dist.get_world_size() // arguments.etp, arguments.etp
+    mesh = build_mesh(ParallelConfig(ep=ep, tp=etp, etp=etp, timeout_seconds=300), device)
     entries: dict[str, Any] = {}
     for name in arguments.shapes:
         for entry in measure_shape(shape_of(name, arguments), arguments, mesh):
-            key = f"{name} {entry['routing']} ep={mesh.config.ep} {arguments.payload}"
+            shared = f" etp={etp}" if etp > 1 else ""
+            key = f"{name} {entry['routing']} ep={ep}{shared} {arguments.payload}"
             key += f" chunks={arguments.chunks}" if arguments.chunks > 1 else ""
             entries[key] = {"shape": name, **entry}
             if dist.get_rank() == 0:
@@ -184,11 +196,12 @@ def measure_shape(shape: Shape, arguments: argparse.Namespace, mesh: Mesh) -> li
     """One entry per routing; every layer is built and compiled once."""
     torch.compiler.reset()
     problems = [
-        make_problem(shape, routing, mesh.device, mesh.rank, mesh.world_size) for routing in arguments.routing
-    ]  # fmt: skip
-    assert mesh.ep_group is not None
+        make_problem(shape, routing, mesh.device, mesh.rank, mesh.world_size, mesh.config.etp)
+        for routing in arguments.routing
+    ]
     if arguments.tune and "fused" in arguments.experts:
-        tune(shape.tokens * shape.top_k, shape.experts // mesh.config.ep, shape.dim, shape.hidden, mesh.device)
+        pairs, hidden = shape.tokens * shape.top_k * mesh.config.etp, shape.hidden // mesh.config.etp
+        tune(pairs, shape.experts // mesh.config.ep, shape.dim, hidden, mesh.device)
     layers: dict[tuple[str, str], MoE] = {}
     for backend in arguments.backends:
         comms = comms_of(backend, arguments)
@@ -217,8 +230,7 @@ def measure_layers(
     layers: dict[tuple[str, str], MoE], problem: Problem, arguments: argparse.Namespace, mesh: Mesh
 ) -> dict[str, Any]:
     """Figures of every layer with one problem."""
-    assert mesh.ep_group is not None
-    share, exact = received(problem, mesh.ep_group), reference(problem, mesh.ep_group)
+    share, exact = received(problem, mesh), reference(problem, mesh)
     own = {experts: layer for (_, experts), layer in layers.items()}
     times_alone = {
         experts: time_work(alone(layer, problem, share), mesh.device, arguments.rounds)

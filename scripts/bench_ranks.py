@@ -1,6 +1,7 @@
 """A benchmark whose figures several processes measure together: started here, or there already under torchrun."""
 
 import argparse
+import importlib
 import json
 import os
 import tempfile
@@ -10,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from parallel.process_group import process_group
-from trainer.worker_pool import WorkerPool, free_port
+from trainer.worker_pool import PRELOADED, WorkerPool, free_port
 
 # Gives the figures, alike on every rank; what it returns can be written as JSON.
 Measure = Callable[[argparse.Namespace, torch.device], Any]
@@ -38,7 +39,8 @@ def settle_gpus(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
 
 def measure_on_ranks(measure: Measure, arguments: argparse.Namespace) -> Any:
     """What rank 0 of --nproc processes measured; None in the other processes of torchrun."""
-    if arguments.dry_run and "RANK" not in os.environ:
+    method = start_method(arguments.dry_run)
+    if arguments.dry_run and method == "spawn" and "RANK" not in os.environ:
         # Forked from a process that has imported torch: a test that tries several benchmarks waits for that once.
         pool = WorkerPool(arguments.nproc)
         try:
@@ -52,13 +54,26 @@ def measure_on_ranks(measure: Measure, arguments: argparse.Namespace) -> Any:
             if int(os.environ["RANK"]) != 0:
                 return None
         else:
-            spawn(run_rank, (free_port(), measure, arguments, file), nprocs=arguments.nproc)
+            ranks = (free_port(), measure, arguments, file)
+            start_processes(run_rank, ranks, nprocs=arguments.nproc, start_method=method)
         return json.loads(file.read_text())
 
 
 def measure_on_cpu(measure: Measure, arguments: argparse.Namespace) -> Any:
     """In a worker of the pool: what it measured, as if read back from JSON."""
     return json.loads(json.dumps(measure(arguments, torch.device("cpu"))))
+
+
+def start_method(dry_run: bool) -> str:
+    """How processes start: forked in a dry run, so that none has to import anything, unless that cannot be.
+
+    What has threads cannot be forked, nor what has used CUDA.
+    """
+    if not dry_run or len(os.listdir("/proc/self/task")) > 1:
+        return "spawn"
+    for name in PRELOADED:
+        importlib.import_module(name)
+    return "fork"
 
 
 def run_rank(local_rank: int, port: int | None, measure: Measure, arguments: argparse.Namespace, file: Path) -> None:

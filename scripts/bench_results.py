@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,13 @@ def stamp(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str, A
     }
 
 
-def probe() -> dict[str, Any]:
-    """torch and the GPUs, asked in a process of its own: this one must not hold memory on a GPU."""
+def probe(dry_run: bool = False) -> dict[str, Any]:
+    """torch and the GPUs, asked in a process of its own: this one must not hold memory on a GPU.
+
+    A dry run asks for no GPU, and is spared the seconds that this takes.
+    """
+    if dry_run:
+        return {"torch": version("torch"), "cuda": None, "gpus": 0, "card": "cpu", "memory_gib": None}
     return json.loads(_probed())
 
 

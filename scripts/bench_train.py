@@ -6,8 +6,9 @@
 
 Both sides train the same architecture (a *_bench experiment; equal parameter counts are tested) on tokens of Python's
 standard library: bf16 compute on fp32 masters, torch.compile, FSDP2, all ranks in EP, forced balance, no activation
-checkpointing. torchtitan runs where its version 0.2.2 can be imported (scripts/torchtitan_baseline.py); otherwise the
-table and the file say why not. Each figure is the median of the log lines after the first, which holds compilation.
+checkpointing unless --activation-checkpoint asks for it. torchtitan runs where its version 0.2.2 can be imported
+(scripts/torchtitan_baseline.py); otherwise the table and the file say why not. Each figure is the median of the log
+lines after the first, which holds compilation.
 
 The result goes into benchmarks/train_CARD.json, one entry per model; absolute times drift between machines, so compare
 ratios of one file entry only. Exit code: 0 done, 1 a run failed (its last lines are shown), 2 wrong usage.
@@ -61,7 +62,7 @@ GRACE_SECONDS = 45
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write and show; returns the exit code."""
     arguments = parse_arguments(argv)
-    machine = probe()
+    machine = probe(arguments.dry_run)
     try:
         settle(arguments, machine)
         out = result_file(arguments, "train", machine["card"], "runs")
@@ -90,6 +91,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="default: 8, or 6 on GPUs with less than 100 GiB")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--local-batch", type=int, default=4, help="sequences per GPU and step")
+    parser.add_argument("--activation-checkpoint", choices=("none", "full"), default="none", help="of both sides")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--log-every", type=int, default=5, help="steps per figure; the first of them is left out")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side")
@@ -182,6 +184,7 @@ def ours_command(arguments: argparse.Namespace, work: Path) -> list[str]:
         f"train.steps={arguments.steps}",
         f"train.log_every={arguments.log_every}",
         f"parallel.ep={arguments.nproc}",
+        f"parallel.activation_checkpoint={arguments.activation_checkpoint}",
         *LIKE_TORCHTITAN[arguments.model],
         *("logging.console=plain", f"run.root={work / 'runs'}"),
         *arguments.overrides,
@@ -195,6 +198,7 @@ def theirs_command(arguments: argparse.Namespace, tokens: Path, eos_id: int) -> 
         *(str(BASELINE), f"--model={arguments.model}", f"--layers={arguments.layers}"),
         *(f"--seq-len={arguments.seq_len}", f"--local-batch={arguments.local_batch}"),
         *(f"--steps={arguments.steps}", f"--log-every={arguments.log_every}"),
+        f"--activation-checkpoint={arguments.activation_checkpoint}",
         *(f"--tokens={tokens}", f"--eos-id={eos_id}"),
     ]
 
@@ -293,6 +297,7 @@ def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str
         "local_batch": arguments.local_batch,
         "steps": arguments.steps,
         "log_every": arguments.log_every,
+        "activation_checkpoint": arguments.activation_checkpoint,
         "world_size": arguments.nproc,
         "overrides": [*LIKE_TORCHTITAN[arguments.model], *arguments.overrides],
         **stamp(arguments, machine),

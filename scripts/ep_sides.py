@@ -66,7 +66,7 @@ def build_layers(
     """
     layers = {name: make_layer(name, problem, compiled) for name in experts}
     for name, layer in layers.items():
-        layer.ep_group = mesh.ep_group
+        join_ranks(layer, mesh)
         layer.config = replace(layer.config, pair_capacity=pair_capacity)
         # A recipe that cannot run has been refused.
         found = name if name in LOW_PRECISION else resolve_backend(name, problem.x_TD.dtype, mesh.device)
@@ -77,6 +77,12 @@ def build_layers(
     if choice.backend != comms.backend:
         raise RuntimeError(f"comms.backend={comms.backend} was asked for, {choice.backend} would run: {choice.reason}")
     return layers
+
+
+def join_ranks(layer: MoE, mesh: Mesh) -> None:
+    """Tell a layer with whom it shares experts out, and with whom it shares each of them."""
+    layer.ep_group = mesh.ep_group
+    layer.etp_group = None if mesh.etp is None else mesh.etp.get_group()
 
 
 def check_ran(layer: MoE, backend: str) -> None:
@@ -102,14 +108,14 @@ def layer_work(layer: MoE, problem: Problem) -> Work:
     return Work(partial(side.forward, leaf), partial(step, side, leaf, problem.grad_TD))
 
 
-def received(problem: Problem, group: dist.ProcessGroup) -> Share:
+def received(problem: Problem, mesh: Mesh) -> Share:
     """What this rank's experts get, by collectives. Collective."""
     layer, seen = make_layer("reference", problem, compiled=False), []
 
     def note(_: nn.Module, given: tuple[Any, ...]) -> None:
         seen.append(Share(*given[:4]))
 
-    layer.ep_group = group
+    join_ranks(layer, mesh)
     layer.experts.register_forward_pre_hook(note)
     with torch.no_grad():
         layer(problem.x_TD[None])
@@ -143,11 +149,11 @@ def alone(layer: MoE, problem: Problem, share: Share) -> Work:
     return Work(forward, both)
 
 
-def reference(problem: Problem, group: dist.ProcessGroup) -> dict[str, Tensor]:
+def reference(problem: Problem, mesh: Mesh) -> dict[str, Tensor]:
     """Output and gradient of x in fp32, by collectives and a loop over experts. Collective."""
     wide = Problem(problem.shape, *(tensor.float() for tensor in problem[1:]))
     layer = make_layer("reference", wide, compiled=False)
-    layer.ep_group = group
+    join_ranks(layer, mesh)
     return _out_and_dx(side_of(layer), wide)
 
 

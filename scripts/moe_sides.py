@@ -89,11 +89,12 @@ def draw_ids(shape: Shape, routing: str, device: torch.device, part: int = 0) ->
 
 
 def make_problem(
-    shape: Shape, routing: str, device: torch.device, part: int = 0, num_parts: int = 1
+    shape: Shape, routing: str, device: torch.device, part: int = 0, num_parts: int = 1, num_slices: int = 1
 ) -> Problem:  # fmt: skip
     """Random tokens and weights, bf16 on a GPU and fp32 on a CPU: all experts, or one of so many parts of them.
 
-    Each part has tokens of its own.
+    Each part has tokens of its own. With slices, so many parts share the same experts, of which each has a slice of the
+    hidden units.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(part)
@@ -103,7 +104,7 @@ def make_problem(
         return (torch.randn(size, generator=generator, device=device, dtype=torch.float32) * scale).to(dtype)
 
     x_TD, grad_TD = randn(T, D, scale=0.2), randn(T, D, scale=0.2)
-    local = E // num_parts
+    local, F = E * num_slices // num_parts, F // num_slices
     w_gate_up, w_down = randn(local, 2, F, D, scale=D**-0.5), randn(local, D, F, scale=F**-0.5)
     x_TD[:, :E] = draw_logits(draw_ids(shape, routing, device, part), E, generator).to(dtype) / LOGIT_SCALE
     router_ED = torch.eye(E, D, device=device, dtype=dtype) * LOGIT_SCALE

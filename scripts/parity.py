@@ -15,6 +15,8 @@ weights (two steps are clipped), and whether ranks hold equal copies.
                     fp64 on CPUs, bf16 on GPUs
     device=NAME     cpu, cuda, or auto: GPUs where there are enough
     accumulate=N    micro-steps of each step
+    seconds=N       begin no further layout when so much time has passed; those that together have every pair of axes
+                    come first (one always runs; without it all of them do)
     key=value       any setting of the trainer but those sizes. Of the experiment's own, parallel.compile is left out on
                     CPUs (slow) unless it is given here
 
@@ -24,7 +26,9 @@ from results=FILE (runs/parity.jsonl) where it was interrupted.
 Exit code 0: all layouts are right. 1: some are not. 2: wrong usage. 130: stopped by Ctrl-C.
 """
 
+import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,11 +54,12 @@ DEFAULTS = {
     "recipe": "",
     "device": "auto",
     "accumulate": "1",
+    "seconds": "",
     "results": "runs/parity.jsonl",
     "out": "docs/parity.md",
 }
 # What each of the two commands has no use for.
-UNUSED = {True: ("layouts", "device", "accumulate"), False: ("results", "out")}
+UNUSED = {True: ("layouts", "device", "accumulate", "seconds"), False: ("results", "out")}
 
 
 @dataclass(frozen=True)
@@ -155,12 +160,14 @@ def run_experiment(words: Words) -> int:
     if not any(word.startswith("experiment=") for word in words.overrides):
         raise ValueError("name an experiment: python scripts/parity.py experiment=qwen3_30b_a3b")
     micro_steps = words.number("accumulate", 1)
+    seconds = words.number("seconds", 1) if words.own["seconds"] else math.inf
     config = compose(words.overrides)
     layouts = wanted_layouts(words, config)
     device = choose_device(words, layouts)
     recipe = words.choice("recipe", ("", "fp64", "fp32", "bf16")) or ("fp64" if device == "cpu" else "bf16")
     if device == "cpu" and not any(word.startswith("parallel.compile=") for word in words.overrides):
         layouts = [layout._replace(parallel=replace(layout.parallel, compile=False)) for layout in layouts]
+    began = time.monotonic()
     workers = Workers(device)
     try:
         workers.start({1, *(layout.num_processes for layout in layouts)})
@@ -169,14 +176,26 @@ def run_experiment(words: Words) -> int:
             f"{config.experiment}, tiny, {recipe} on {device}: {len(layouts)} layouts against one process", flush=True
         )
         verdicts = []
+        if seconds < math.inf:
+            layouts = telling_first(layouts)
         for layout in layouts:
+            if verdicts and time.monotonic() - began > seconds:
+                break
             verdicts.append(check.check(layout))
             print(verdict_text(verdicts[-1]), flush=True)
     finally:
         workers.close()
-    wrong = sum(not verdict.is_right for verdict in verdicts)
-    print(f"{len(verdicts) - wrong} right, {wrong} wrong")
+    wrong, left = sum(not verdict.is_right for verdict in verdicts), len(layouts) - len(verdicts)
+    print(f"{len(verdicts) - wrong} right, {wrong} wrong" + (f", {left} not tried (seconds={seconds})" if left else ""))
     return 1 if wrong else 0
+
+
+def telling_first(layouts: "list[Layout]") -> "list[Layout]":
+    """The same, those in front that together have every pair of axes."""
+    from trainer.parity_layouts import covering
+
+    chosen = covering(layouts)
+    return [*chosen, *(layout for layout in layouts if layout not in chosen)]
 
 
 def wanted_layouts(words: Words, config: "Config") -> "list[Layout]":

@@ -80,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--local-batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--log-every", type=int, default=5)
+    parser.add_argument("--activation-checkpoint", choices=("none", "full"), default="none")
     parser.add_argument("--tokens", help="int32 .npy file of token ids")
     parser.add_argument("--eos-id", type=int, default=0, help="the id that ends each document")
     arguments = parser.parse_args()
@@ -135,7 +136,7 @@ def build_config(arguments: argparse.Namespace, world_size: int) -> Any:
     config.training.local_batch_size = arguments.local_batch
     config.training.steps = arguments.steps
     config.parallelism.expert_parallel_degree = world_size
-    config.activation_checkpoint.mode = "none"
+    config.activation_checkpoint.mode = arguments.activation_checkpoint
     config.compile.enable = True
     config.debug.moe_force_load_balance = True
     config.metrics.log_freq = arguments.log_every

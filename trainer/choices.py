@@ -112,6 +112,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "comms.capacity": (_TINY, math.inf),
     "comms.chunks": _POSITIVE,
     "comms.num_ctas": _POSITIVE,
+    "comms.ranks_per_node": _POSITIVE,
     "data.train.*.weight": (_TINY, math.inf),
     "data.eval_samples": _COUNT,
     # A byte-level vocabulary holds the 256 bytes and the end of text.

@@ -91,6 +91,7 @@ def check_layout(config: Config, parallel: ParallelConfig) -> None:
     if has_experts:
         check_experts(parallel, model.moe.num_experts, model.moe.expert_dim)
         _check_capacity(config, parallel.ep)
+        _check_nodes(config, parallel.ep)
     _check_heads(parallel, model)
     _check_split_dims(parallel, model)
     if has_experts:
@@ -119,6 +120,17 @@ def _check_capacity(config: Config, ep: int) -> None:
             f"comms.capacity={capacity} is less than the {least} rows per own token that some rank always gets with "
             f"model.moe.top_k={moe.top_k} and parallel.ep={ep}; nearest legal: {least}"
         )
+
+
+def _check_nodes(config: Config, ep: int) -> None:
+    """Raises ValueError where comms.ranks_per_node does not divide the ranks that exchange rows."""
+    ranks = config.comms.ranks_per_node
+    if ranks is None or ep == 1 or ep % ranks == 0:
+        return
+    raise ValueError(
+        f"comms.ranks_per_node={ranks} does not divide parallel.ep={ep}; nearest legal comms.ranks_per_node: "
+        f"{either(nearest_divisors(ep, ranks))}, or null for what the hosts say"
+    )
 
 
 def _check_heads(parallel: ParallelConfig, model: ModelConfig) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from comms.config import CommsConfig
 from parallel.config import ParallelConfig
 from parallel.init import clean_name
 from parallel.mesh import Mesh, build_mesh
@@ -77,6 +78,7 @@ def trace_layout(
     max_grad_norm: float = 0.0,
     clip_later: bool = False,
     seed: int = 0,
+    comms: CommsConfig | None = None,
 ) -> Trace:
     """Train `steps` SGD steps under a layout. Collective over the default process group.
 
@@ -97,6 +99,7 @@ def trace_layout(
         run=RunConfig(seed=seed),
         model=model_config,
         parallel=mesh.config,
+        comms=comms or CommsConfig(),
         precision=PrecisionConfig(recipe=recipe),
         optim=OptimConfig(name="sgd", lr=0.1, weight_decay=0.0, max_grad_norm=max_grad_norm),
     )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comms import all_to_all
+from comms.config import CommsConfig
 from moe.experts import GroupedExperts
 from parallel.config import ParallelConfig
 from tests.distributed.harness import run_workers
@@ -19,8 +20,10 @@ from trainer.parity import Trace, compare, trace_layout
 MODES = ["none", "selective", "full"]
 
 
-def count_exchanges(name: str, mode: str) -> tuple[dict[str, int], Trace | None]:
-    """Collectives of one step by kind, counted below the operators, where the network begins; and the trace."""
+def count_exchanges(
+    name: str, mode: str, ep: int = 2, ranks_per_node: int | None = None
+) -> tuple[dict[str, int], Trace | None]:
+    """Collectives of two steps by kind, counted below the operators, where the network begins; and the trace."""
     calls: Counter[str] = Counter()
     exchange, all_to_all_single, all_reduce = all_to_all._exchange, dist.all_to_all_single, dist.all_reduce
 
@@ -41,8 +44,8 @@ def count_exchanges(name: str, mode: str) -> tuple[dict[str, int], Trace | None]
         patch.object(dist, "all_to_all_single", counted_all_to_all),
         patch.object(dist, "all_reduce", counted_all_reduce),
     ):
-        parallel = ParallelConfig(ep=2, activation_checkpoint=mode)
-        trace = trace_layout(MODELS[name], parallel, steps=2)
+        parallel = ParallelConfig(ep=ep, activation_checkpoint=mode)
+        trace = trace_layout(MODELS[name], parallel, steps=2, comms=CommsConfig(ranks_per_node=ranks_per_node))
     return dict(calls), trace if dist.get_rank() == 0 else None
 
 
@@ -56,6 +59,19 @@ def test_no_exchange_is_repeated_and_nothing_changes(name: str) -> None:
         assert calls["all_to_all"] == 2 * 5 * num_layers, calls
         assert calls == results["none"][0][0]
     # A recomputation repeats the forward exactly, so not one bit may differ.
+    reference = results["none"][0][1]
+    for mode in ("selective", "full"):
+        assert not compare(results[mode][0][1], reference, 0.0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek"])
+def test_no_exchange_of_two_levels_is_repeated(name: str) -> None:
+    """Each way is two exchanges, and a plan one of items and two of counts."""
+    results = {mode: run_workers(count_exchanges, 4, name, mode, 4, 2) for mode in MODES}
+    num_layers = num_moe_layers(MODELS[name])
+    for (calls, _), *_ in results.values():
+        assert calls["rows"] == 2 * (1 + 2 * 4) * num_layers, calls
+        assert calls["all_to_all"] == 2 * (2 + 1 + 2 * 4) * num_layers, calls
     reference = results["none"][0][1]
     for mode in ("selective", "full"):
         assert not compare(results[mode][0][1], reference, 0.0)

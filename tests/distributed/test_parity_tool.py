@@ -7,6 +7,7 @@ import signal
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -32,6 +33,16 @@ def test_the_layouts_of_an_experiment_are_right(capsys: pytest.CaptureFixture[st
     assert [line.split("  ")[1].strip() for line in lines] == ["tp=2 ep=2", "cp=2 ulysses=2"]
     assert all(" right " in line and "layers." in line for line in lines)
     assert out.endswith("2 right, 0 wrong\n")
+
+
+def test_with_little_time_the_layouts_with_most_pairs_of_axes_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=qwen3_30b_a3b", "layouts=all", "nproc=2", "recipe=fp32", "seconds=1", "parallel.compile=false"]
+    began = iter([0.0, 0.5, 2.0, 3.0])
+    with patch("scripts.parity.time", SimpleNamespace(monotonic=lambda: next(began))):
+        assert parity.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[1].strip() for line in lines if " x " in line] == ["tp=2 ep=2", "tp=2 etp=2"]
+    assert lines[-1] == "2 right, 0 wrong, 8 not tried (seconds=1)"
 
 
 def test_bf16_stays_within_its_bound(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,19 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert result["alone"]["grouped_mm"]["fwd_ms"] > 0 and found["peak_gib"] is found["syncs"] is None
 
 
+@pytest.mark.slow
+def test_experts_that_two_ranks_share(tmp_path: Path) -> None:
+    file = tmp_path / "ep_cpu.json"
+    words = ["--dry-run", "--nproc", "4", "--etp", "2", "--routing", "balanced", "--commit", "abc"]
+    assert main([*words, "--out", str(file)]) == 0
+    (entry,) = json.loads(file.read_text()).values()
+    assert entry["etp"] == 2
+    # Both ranks that share experts get the same rows, of the tokens of both.
+    rows, pairs = entry["rows_by_rank"], entry["pairs_by_rank"]
+    assert rows[0] == rows[1] and rows[2] == rows[3] and sum(pairs) == 2 * 4 * 64 * 2
+    assert entry["sides"]["collective grouped_mm"]["error"] < 1e-5
+
+
 def test_speeds_are_of_the_slowest_rank_and_its_own_tokens() -> None:
     """6 T K D F forward, twice that backward."""
     found = speeds(Shape(1000, 1000, 1000, 4, 2), {"fwd_ms": 2.0, "fwd_bwd_ms": 7.0})

@@ -216,3 +216,17 @@ def test_capacity_is_at_least_what_some_rank_always_receives() -> None:
     # Nothing leaves a rank that has every expert; a capacity of the experts drops pairs before.
     fit_layout(with_settings(f"{moe} comms.capacity=1.9 parallel.ep=1"), 4)
     fit_layout(with_settings(f"{moe} comms.capacity=0.5 model.moe.capacity_factor=0.5"), 4)
+
+
+@pytest.mark.parametrize(("ranks", "legal"), [(3, "2 or 4"), (8, "4"), (5, "4")])
+def test_nodes_that_do_not_divide_ep(ranks: int, legal: str) -> None:
+    config = with_settings(f"parallel.ep=4 comms.ranks_per_node={ranks}")
+    expected = (
+        f"comms.ranks_per_node={ranks} does not divide parallel.ep=4; nearest legal comms.ranks_per_node: {legal},"
+    )
+    assert refusal(config, 4).startswith(expected)
+
+
+@pytest.mark.parametrize("words", ["parallel.ep=4 comms.ranks_per_node=2", "parallel.ep=1 comms.ranks_per_node=8"])
+def test_nodes_that_divide_ep_and_none_without_ep(words: str) -> None:
+    assert fit_layout(with_settings(words), 4).ep in (1, 4)

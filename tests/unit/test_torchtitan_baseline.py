@@ -64,8 +64,10 @@ def test_unused_packages_may_be_missing() -> None:
 def test_the_model_is_the_one_of_our_experiment(model: str) -> None:
     """As many parameters in each of 3 layers, embedding and head included."""
     arguments = argparse.Namespace(model=model, layers=3, seq_len=4096, local_batch=4, steps=20, log_every=5)
+    arguments.activation_checkpoint = "full"
     job = build_config(arguments, 2)
     assert (job.model.flavor, job.parallelism.expert_parallel_degree, job.compile.enable) == ("bench", 2, True)
+    assert job.activation_checkpoint.mode == "full"
     spec = add_flavor(model, 3).get_train_spec()
     flavor = spec.model_args["bench"]
     flavor.update_from_config(job)

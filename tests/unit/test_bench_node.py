@@ -1,0 +1,218 @@
+"""The benchmark of a node: parts that go well, fail and run out of time; what it plans for GPUs; the whole dry run."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts import bench_node
+from scripts.bench_node import main
+from scripts.node_health import ecc_problems, problems, read_facts, rounds_of
+from scripts.node_parts import Command, Node, Part, Told, parts_of, read_parity, read_weak
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "bench_node.sh"
+
+
+def command(code: str) -> Command:
+    return Command([sys.executable, "-c", code])
+
+
+def part(name: str, *codes: str, seconds: float = 60) -> Part:
+    return Part(name, [[command(code)] for code in codes], seconds, lambda found: Told(found[-1].strip(), found))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Runs main with these parts: exit code, entry of the file, printed table, what went to stderr."""
+
+    def run_main(parts: list[Part], *words: str):
+        monkeypatch.setattr(bench_node, "parts_of", lambda node: parts)
+        out = tmp_path / "node_cpu.json"
+        code = main(["--dry-run", "--commit", "abc", "--out", str(out), *words])
+        shown = capsys.readouterr()
+        entry = json.loads(out.read_text())["2_gpus"] if out.exists() else None
+        return code, entry, shown.out, shown.err
+
+    return run_main
+
+
+def test_parts_that_go_well(run) -> None:
+    skipped = Part("none", [], 1, lambda found: Told("", found), "nothing to do here")
+    code, entry, table, _ = run([part("one", "print(1)", "print('two')"), skipped])
+    assert code == 0
+    assert (entry["card"], entry["nproc"], entry["commit"]) == ("cpu", 2, "abc")
+    assert [(one["status"], one["line"]) for one in entry["parts"].values()] == [
+        ("ok", "two"),
+        ("skipped", "nothing to do here"),
+    ]
+    lines = table.splitlines()
+    assert lines[1].split()[:2] == ["one", "ok"] and lines[1].endswith("two")
+    assert lines[2].split()[:2] == ["none", "skipped"]
+
+
+def test_a_part_that_fails_is_told_and_the_others_run(run) -> None:
+    failing = "import sys; print('error: no such link'); print('more'); sys.exit(3)"
+    code, entry, table, err = run([part("bad", failing), part("good", "print('fine')")])
+    assert code == 1
+    assert entry["parts"]["bad"]["line"] == "exit code 3: error: no such link"
+    assert entry["parts"]["good"]["status"] == "ok"
+    assert "failed" in table and "exit code 3: error: no such link" in table
+    assert "    more" in err
+
+
+def test_figures_that_cannot_be_read_are_a_failure(run) -> None:
+    def unreadable(found: list[str]) -> Told:
+        raise KeyError("cases")
+
+    gone = Part("gone", [[command("pass")._replace(out=Path("/nowhere/x.json"))]], 60, unreadable)
+    code, entry, *_ = run([part("odd", "pass")._replace(read=unreadable), gone])
+    assert code == 1
+    assert entry["parts"]["odd"]["line"] == "its figures cannot be read: KeyError 'cases'"
+    assert entry["parts"]["gone"]["line"].startswith("left no figures: ")
+
+
+def test_a_part_that_runs_out_of_time_is_stopped_with_its_processes(run, tmp_path: Path) -> None:
+    file = tmp_path / "alive"
+    child = f"import time, pathlib\nwhile True:\n  pathlib.Path({str(file)!r}).write_text(str(time.time()))"
+    slow = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    code, entry, *_ = run([part("slow", slow, seconds=2), part("good", "print(1)")])
+    assert code == 1
+    assert entry["parts"]["slow"]["status"] == "late"
+    assert entry["parts"]["slow"]["line"] == "was stopped after 2 seconds"
+    assert entry["parts"]["good"]["status"] == "ok"
+    written = file.read_text() if file.exists() else ""
+    time.sleep(0.3)
+    assert (file.read_text() if file.exists() else "") == written
+
+
+def test_no_part_begins_after_the_end(run) -> None:
+    code, entry, *_ = run([part("first", "import time; time.sleep(60)"), part("second", "pass")], "--minutes", "0.01")
+    assert code == 1
+    assert entry["parts"]["second"]["line"] == "there was no time left for it"
+
+
+def test_limits_and_choice_of_parts(run) -> None:
+    parts = [part("one", "import time; time.sleep(60)"), part("two", "print(2)")]
+    code, entry, *_ = run(parts, "--limit", "one=0.5", "--parts", "one")
+    assert code == 1 and list(entry["parts"]) == ["one"] and entry["parts"]["one"]["status"] == "late"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nproc", "3"], "--nproc=3: must be 2, 4 or 8"),
+        (["--parts", "helth"], "there is no part 'helth'; choose from health, parity"),
+        (["--limit", "ep=soon"], "--limit ep=soon: must be a number of seconds"),
+    ],
+)
+def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry-run", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = {"gpus": 1, "card": "x", "torch": "2", "cuda": None, "memory_gib": 80}
+    monkeypatch.setattr(bench_node, "probe", lambda dry_run: machine)
+    assert main([]) == 2
+    assert "1 GPUs found, and the parts need 2; --dry-run runs on CPUs" in capsys.readouterr().err
+
+
+def plan(nproc: int, memory_gib: float | None = 140.0, *overrides: str) -> dict[str, Part]:
+    return {part.name: part for part in parts_of(Node(nproc, memory_gib, False, list(overrides), Path("/w")))}
+
+
+def words(part: Part) -> list[str]:
+    return [" ".join(one.words[1:]) for step in part.steps for one in step]
+
+
+def test_the_plan_for_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    parts = plan(8, 140.0, "model.moe.backend=fused")
+    (train,) = words(parts["train"])
+    assert "--layers 48 --activation-checkpoint full --local-batch 4 model.moe.backend=fused" in train
+    assert "--etp 2" in words(parts["ep x tp"])[0] and "--seq-len 131072" in words(parts["attention"])[0]
+    together, alone = parts["weak scaling"].steps
+    assert [one.devices for one in together] == ["0", "1,2", "3,4,5,6"]
+    assert [one.devices for one in alone] == ["0,1,2,3,4,5,6,7"]
+    assert all("--layers 8 " in one for one in words(parts["weak scaling"]))
+
+
+def test_the_plan_for_fewer_and_smaller_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    parts = plan(2, 80.0)
+    assert parts["ep x tp"].skipped and "--layers" not in words(parts["train"])[0]
+    assert [[one.devices for one in step] for step in parts["weak scaling"].steps] == [["4"], ["4,6"]]
+    assert all("--layers 4 " in one for one in words(parts["weak scaling"]))
+
+
+def test_what_the_figures_say() -> None:
+    text = "qwen3_30b_a3b, tiny, bf16 on cuda: 3 layouts against one process\n"
+    text += " 8 x  tp=2 ep=2    right  2.9e-02  a.weight  (3.1 s)\n 8 x  tp=4   WRONG  3.0e-01  b  (1 s)\n"
+    told = read_parity([f"{text}1 right, 1 wrong, 150 not tried (seconds=75)"])
+    assert told.line == "1 of 2 layouts right in bf16 (150 not tried in the time), worst error 3.0e-01"
+    with pytest.raises(ValueError, match="told no result"):
+        read_parity(["Traceback"])
+    runs = [
+        {"m": {"world_size": size, "layers": 8, "tokens_per_second_per_gpu": {"ours": speed}}}
+        for size, speed in ((1, 100.0), (4, 90.0), (2, 95.0))
+    ]
+    assert read_weak(runs).line.endswith("1: 100, 4: 90, 2: 95; 4 GPUs / 1: 0.90")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_every_pair_meets_once(size: int) -> None:
+    met = []
+    for partners in rounds_of(size):
+        assert [partners[partner] for partner in partners] == list(range(size))
+        met += [(rank, partner) for rank, partner in enumerate(partners) if rank < partner]
+    assert sorted(met) == [(one, other) for one in range(size) for other in range(one + 1, size)]
+
+
+def test_problems_of_a_node() -> None:
+    speeds = [389.0, 388.0, 120.0]
+    pairs = [
+        {"ranks": [0, index + 1], "put": speed, "get": None, "library": 240.0, "bad": index == 0}
+        for index, speed in enumerate(speeds)
+    ]
+    found = {"unreachable": None, "pairs": pairs}
+    assert problems(found, dry_run=True) == []
+    slow, wrong = problems(found, dry_run=False)
+    assert slow == "GPUs [0, 3]: put has 120 GB/s, the median pair 388"
+    assert wrong == "GPUs [0, 1]: other bytes came than were sent"
+    assert problems({"unreachable": "no access", "pairs": []}, dry_run=False) == ["no access"]
+    facts = [read_facts("0, 1980, 1980, 35, 700.00, 0"), read_facts("1, 1980, 1980, 35, 700.00, 2")]
+    assert ecc_problems(facts) == ["GPU 1: 2 uncorrected ECC errors"]
+    assert read_facts("0, 1980, 1980, 35, [N/A], [N/A]")["ecc_errors"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [2, 8])
+def test_dry_run(nproc: int, tmp_path: Path) -> None:
+    out = tmp_path / "node.json"
+    line = [
+        str(SCRIPT),
+        "--dry-run",
+        "--nproc",
+        str(nproc),
+        "--out",
+        str(out),
+        "--commit",
+        "abc",
+        "--work",
+        str(tmp_path),
+    ]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = json.loads(out.read_text())[f"{nproc}_gpus"]["parts"]
+    statuses = {name: part["status"] for name, part in parts.items()}
+    expected = dict.fromkeys(plan(nproc), "ok")
+    if nproc == 2:
+        expected["ep x tp"] = "skipped"
+    assert statuses == expected
+    assert all(name in done.stdout for name in expected)
+    assert parts["parity"]["figures"]["right"] >= 1 and parts["parity"]["figures"]["recipe"] == "fp64"
+    assert parts["ep"]["figures"] and parts["train"]["figures"]["tokens_per_second_per_gpu"]["ours"] > 0
