@@ -106,9 +106,7 @@ def test_pairs_have_room_for_what_was_asked_or_all_that_can_come() -> None:
 def test_chunks_that_nobody_could_let_travel_are_refused() -> None:
     layers = [MoE(MoEConfig(backend="grouped_mm"), 8)]
     for backend in ("collective", "symm_mem"):
-        with pytest.raises(
-            ValueError, match="comms.chunks=2 .* needs comms.backend=symm_mem and model.moe.backend=fused"
-        ):
+        with pytest.raises(ValueError, match=r"comms.chunks=2 .* needs comms.backend=symm_mem and"):
             _check_chunks(layers, CommsConfig(chunks=2), backend, torch.float32, torch.device("cpu"))
     _check_chunks(layers, CommsConfig(chunks=2), "none", torch.float32, torch.device("cpu"))
 
