@@ -114,8 +114,9 @@ def _check_chunks(
     layers: Sequence[MoE], comms: CommsConfig, backend: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Whether rows can travel while experts compute. One rank has nothing that travels, and that is fine."""
-    able = all(layer.experts.can_exchange(dtype, device) for layer in layers)
-    if backend in ("collective", "nvshmem") or (backend == "symm_mem" and not able):
+    if backend == "none":
+        return
+    if backend != "symm_mem" or not all(layer.experts.can_exchange(dtype, device) for layer in layers):
         raise ValueError(
             f"comms.chunks={comms.chunks} lets rows travel while experts compute: it needs comms.backend=symm_mem and "
             "model.moe.backend=fused, without biases and recipes of low precision; or set comms.chunks=1"

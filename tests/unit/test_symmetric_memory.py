@@ -9,26 +9,29 @@ from hypothesis import strategies as st
 
 from comms.backend import BackendChoice, choose_backend
 from comms.config import CommsConfig
+from comms.put_and_take import chunk_bound, chunk_ends
 from comms.symmetric_exchange import STEPS, describe_tag, plan_exchange, tag_of
 from comms.symmetric_memory import (
     ArenaLayout,
     Exchange,
     NoRoomError,
+    exposed_seconds,
     forget_exchanges,
     overflow_flag,
     plan_layout,
+    register,
     simulated_exchanges,
 )
 from moe.config import MoEConfig
 from moe.layer import MoE
-from parallel.expert_parallel import use_exchange
+from parallel.expert_parallel import _check_chunks, use_exchange
 
 
 @given(st.integers(1, 72), st.integers(0, 5000), st.integers(1, 16), st.integers(1, 9), st.floats(0.01, 80))
 def test_regions_do_not_overlap(num_ranks: int, tokens: int, copies: int, sixteens: int, capacity: float) -> None:
-    layout = plan_layout(num_ranks, tokens, copies, 16 * sixteens, 8 * copies, capacity)
+    layout = plan_layout(num_ranks, tokens, copies, 16 * sixteens, 8 * copies, capacity, max_chunks=copies)
     begins = [layout.table_at, layout.rows_at, layout.side_at, layout.returns_at, layout.return_side_at]
-    sizes = [8 * num_ranks**2, layout.row_bound * layout.row_bytes, layout.row_bound * layout.side_bytes]
+    sizes = [8 * copies * num_ranks**2, layout.row_bound * layout.row_bytes, layout.row_bound * layout.side_bytes]
     sizes += [layout.return_bound * layout.row_bytes, layout.return_bound * layout.side_bytes]
     assert begins[0] >= 8 * (layout.failed_at + 1) and all(begin % 256 == 0 for begin in begins)
     for begin, size, end in zip(begins, sizes, [*begins[1:], layout.num_bytes], strict=True):
@@ -97,6 +100,34 @@ def test_pairs_have_room_for_what_was_asked_or_all_that_can_come() -> None:
     layers = [MoE(config, 8) for _ in range(2)]
     assert "room for 20 rows and 40 (row, expert) pairs" in use_exchange(layers, exchange())
     assert [layer.number for layer in layers] == [0, 1] and all(layer.exchange is not None for layer in layers)
+    forget_exchanges()
+
+
+def test_chunks_that_nobody_could_let_travel_are_refused() -> None:
+    layers = [MoE(MoEConfig(backend="grouped_mm"), 8)]
+    for backend in ("collective", "symm_mem"):
+        with pytest.raises(ValueError, match=r"comms.chunks=2 .* needs comms.backend=symm_mem and"):
+            _check_chunks(layers, CommsConfig(chunks=2), backend, torch.float32, torch.device("cpu"))
+    _check_chunks(layers, CommsConfig(chunks=2), "none", torch.float32, torch.device("cpu"))
+
+
+def test_chunks_are_whole_blocks_of_tokens_and_as_equal_as_these_allow() -> None:
+    assert chunk_ends(8192, 4) == [2048, 4096, 6144, 8192]
+    assert chunk_ends(1000, 3) == [256, 512, 1000] and chunk_bound(1000, 3) == 512
+    assert chunk_ends(100, 3) == [0, 0, 100] and chunk_ends(0, 2) == [0, 0]
+
+
+def test_what_was_waited_for_is_told_once() -> None:
+    class At:
+        def __init__(self, milliseconds: float) -> None:
+            self.milliseconds = milliseconds
+
+        def elapsed_time(self, other: "At") -> float:
+            return other.milliseconds - self.milliseconds
+
+    forget_exchanges()
+    register(replace(exchange(), waits=[(At(1), At(3)), (At(4), At(9))]))
+    assert exposed_seconds() == pytest.approx(7e-3) and exposed_seconds() == 0
     forget_exchanges()
 
 
