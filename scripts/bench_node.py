@@ -231,6 +231,7 @@ class Forked:
         code: Any = 0
         try:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -324,4 +325,6 @@ def row(part: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    # Programs are in sessions of their own: whoever stops this one must have them ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())
