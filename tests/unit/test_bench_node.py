@@ -189,6 +189,12 @@ def test_problems_of_a_node() -> None:
     assert read_facts("0, 1980, 1980, 35, [N/A], [N/A]")["ecc_errors"] is None
 
 
+def parts_of(nproc: int) -> list[str]:
+    """All of two; of eight those that a dry run starts eight processes for."""
+    names = list(plan(nproc))
+    return names if nproc == 2 else [name for name in names if name not in ("train", "weak scaling")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [2, 8])
 def test_dry_run(nproc: int, tmp_path: Path) -> None:
@@ -204,15 +210,19 @@ def test_dry_run(nproc: int, tmp_path: Path) -> None:
         "abc",
         "--work",
         str(tmp_path),
+        "--parts",
+        ",".join(parts_of(nproc)),
     ]
     done = subprocess.run(line, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads(out.read_text())[f"{nproc}_gpus"]["parts"]
     statuses = {name: part["status"] for name, part in parts.items()}
-    expected = dict.fromkeys(plan(nproc), "ok")
+    expected = dict.fromkeys(parts_of(nproc), "ok")
     if nproc == 2:
         expected["ep x tp"] = "skipped"
     assert statuses == expected
     assert all(name in done.stdout for name in expected)
     assert parts["parity"]["figures"]["right"] >= 1 and parts["parity"]["figures"]["recipe"] == "fp64"
-    assert parts["ep"]["figures"] and parts["train"]["figures"]["tokens_per_second_per_gpu"]["ours"] > 0
+    assert parts["ep"]["figures"]
+    if nproc == 2:
+        assert parts["train"]["figures"]["tokens_per_second_per_gpu"]["ours"] > 0
