@@ -189,7 +189,7 @@ def test_problems_of_a_node() -> None:
     assert read_facts("0, 1980, 1980, 35, [N/A], [N/A]")["ecc_errors"] is None
 
 
-def parts_of(nproc: int) -> list[str]:
+def parts_for(nproc: int) -> list[str]:
     """All of two; of eight those that a dry run starts eight processes for."""
     names = list(plan(nproc))
     return names if nproc == 2 else [name for name in names if name not in ("train", "weak scaling")]
@@ -211,13 +211,13 @@ def test_dry_run(nproc: int, tmp_path: Path) -> None:
         "--work",
         str(tmp_path),
         "--parts",
-        ",".join(parts_of(nproc)),
+        ",".join(parts_for(nproc)),
     ]
     done = subprocess.run(line, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads(out.read_text())[f"{nproc}_gpus"]["parts"]
     statuses = {name: part["status"] for name, part in parts.items()}
-    expected = dict.fromkeys(parts_of(nproc), "ok")
+    expected = dict.fromkeys(parts_for(nproc), "ok")
     if nproc == 2:
         expected["ep x tp"] = "skipped"
     assert statuses == expected
