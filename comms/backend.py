@@ -39,13 +39,13 @@ def choose_backend(config: CommsConfig, group: dist.ProcessGroup | None, device:
     """
     if group is None or group.size() == 1:
         return BackendChoice("none", "no row leaves its rank")
+    if config.backend not in (*REASONS, "symm_mem", "nvshmem"):
+        raise ValueError(f"comms.backend={config.backend} is unknown; use auto, collective, symm_mem or nvshmem")
     split = split_into_nodes(config.ranks_per_node, hosts_of(group))
     levels = None if split.ranks_per_node == group.size() else split.ranks_per_node
     if config.backend in REASONS:
         reason = "; ".join(filter(None, (split.reason, REASONS[config.backend])))
         return BackendChoice("collective", reason, ranks_per_node=levels)
-    if config.backend not in ("symm_mem", "nvshmem"):
-        raise ValueError(f"comms.backend={config.backend} is unknown; use auto, collective, symm_mem or nvshmem")
     if levels is not None and config.ranks_per_node is not None:
         what = "reaches the ranks of one node" if config.backend == "symm_mem" else "knows one level"
         raise ValueError(
