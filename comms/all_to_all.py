@@ -43,8 +43,7 @@ from comms.kernels.codec import RECORD_ALIGNMENT
 from comms.kernels.gather_sum import gather_sum
 from comms.nodes import NodeGroups
 from comms.payload import Payload, coded_like, decode, encode
-from comms.record_exchange import RecordPlan, combine_by_records, dispatch_by_records
-from comms.symmetric_exchange import SymmetricPlan, combine_rows, dispatch_rows
+from comms.symmetric_exchange import DevicePlan, combine_rows, dispatch_rows
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def _send_order(is_sent_TN: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
 
 
 # The same for every backend: what differs is where the counts are.
-Plan = DispatchPlan | SymmetricPlan | RecordPlan | NodePlan
+Plan = DispatchPlan | DevicePlan | NodePlan
 
 
 # What is sent if nobody says: rows and gradients in their own dtype.
@@ -197,10 +196,8 @@ def dispatch(
         rows_RD, weights_RK, ids_RK (int64) in order of (source rank, token). Unless the plan is exact, ids -1 follow
         behind the last row.
     """
-    if isinstance(plan, SymmetricPlan):
+    if isinstance(plan, DevicePlan):
         return dispatch_rows(plan, x_TD, weights_TK, ids_TK, payload)
-    if isinstance(plan, RecordPlan):
-        return dispatch_by_records(plan, x_TD, weights_TK, ids_TK, payload)
     if isinstance(plan, NodePlan):
         return dispatch(plan.inside, *dispatch(plan.across, x_TD, weights_TK, ids_TK, payload), payload)
     if not plan.group_name:
@@ -219,14 +216,12 @@ def _some_table(plan: Plan) -> Tensor:
     """For the end of a recomputation: a tensor that the plan keeps anyway."""
     if isinstance(plan, NodePlan):
         return _some_table(plan.across)
-    return plan.index_NT if isinstance(plan, SymmetricPlan) else plan.slots_TN
+    return plan.routes if isinstance(plan, DevicePlan) else plan.slots_TN
 
 
 def _bring_back(plan: Plan, rows_RD: Tensor, payload: Payload) -> Tensor:
-    if isinstance(plan, SymmetricPlan):
+    if isinstance(plan, DevicePlan):
         return combine_rows(plan, rows_RD, payload)
-    if isinstance(plan, RecordPlan):
-        return combine_by_records(plan, rows_RD, payload)
     if isinstance(plan, NodePlan):
         # One end of recomputation for both: a second one would have the way back inside the node repeated.
         return _bring_back(plan.across, _bring_back(plan.inside, rows_RD, payload), payload)

@@ -20,7 +20,6 @@ Shape suffixes: T tokens of this rank, N ranks, R room for received rows, D row 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +28,10 @@ from torch import Tensor
 from comms.kernels.codec import record_bytes
 from comms.kernels.gather_sum import gather_sum
 from comms.kernels.records import make_routes, on_triton, pack_records, unpack_records
-from comms.payload import BLOCK, Payload, coded_like, decode, encode
+from comms.payload import BLOCK, coded_like, decode, encode
 from comms.put_and_take import order_rows, words_of
 from comms.record_transport import NvshmemTransport, Transport, aligned_record
-from comms.symmetric_exchange import COMBINE, COMBINE_GRAD, DISPATCH, DISPATCH_GRAD, PLAN, tag_of
+from comms.symmetric_exchange import PLAN, DevicePlan, check_tokens, tag_of
 from comms.symmetric_memory import ArenaLayout, Exchange, find_exchange, plan_layout, register
 
 
@@ -72,31 +71,28 @@ class RecordExchange(Exchange):
 
 
 @dataclass(frozen=True)
-class RecordPlan:
-    """Who sends which rows to whom; the counts are on the device."""
+class RecordPlan(DevicePlan):
+    """Of rows that travel as records.
 
-    exchange: RecordExchange
-    # Number of the layer, for tags.
-    layer: int
-    num_tokens: int
+    `routes` (3, N, N): rows from m to n, the first one's place at n, its place among those that m sends; `totals` (2,).
+    """
+
     # int32: where token t's record for rank n stands among those that this rank sends, -1 if there is none.
     slots_TN: Tensor
-    # int32 (3, N, N): rows from m to n, the first one's place at n, its place among those that m sends.
-    routes: Tensor
-    # int32 (2,): rows received and the items that they feed here.
-    totals: Tensor
-    # Room for items: no more than this many are worked on.
-    num_items: int
 
-    @property
-    def num_rows(self) -> int:
-        """Room for received rows, R."""
-        return self.exchange.layout.row_bound
+    def there(
+        self, step: int, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `DevicePlan`."""
+        state, name, tag = self.exchange.state, self.exchange.name, tag_of(self.layer, step)
+        tables = self.slots_TN, self.routes, self.totals
+        return record_dispatch(state, x_TD, weights_TK, ids_TK, *tables, name, tag, self.num_rows, payload)
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the host knows the numbers of rows and items, not only bounds."""
-        return False
+    def back(self, step: int, rows_RD: Tensor, side_RK: Tensor, payload: str) -> tuple[Tensor, Tensor]:
+        """See `DevicePlan`."""
+        state, name, tag = self.exchange.state, self.exchange.name, tag_of(self.layer, step)
+        tables = self.slots_TN, self.routes, self.totals
+        return record_combine(state, rows_RD, side_RK, *tables, name, tag, payload)
 
 
 def plan_record_layout(
@@ -160,70 +156,11 @@ def plan_records(
     Raises:
         ValueError: more tokens than the exchange was made for.
     """
-    num_tokens = ids_TK.shape[0]
-    if num_tokens > exchange.max_tokens:
-        raise ValueError(
-            f"{num_tokens} tokens in one pass, and this run's exchange has room for {exchange.max_tokens} per rank "
-            "(train.micro_batch_size x train.seq_len); use smaller batches, or comms.backend=collective"
-        )
+    num_tokens = check_tokens(ids_TK, exchange)
     slots_TN, routes, totals = exchange_record_counts(
         exchange.state, ids_TK, exchange.num_ranks, ids_per_rank, exchange.name, tag_of(layer, PLAN), item_bound
     )
-    return RecordPlan(exchange, layer, num_tokens, slots_TN, routes, totals, item_bound)
-
-
-def dispatch_by_records(
-    plan: RecordPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: Payload
-) -> tuple[Tensor, Tensor, Tensor]:
-    """rows_RD, weights_RK, ids_RK (int64); see comms.all_to_all.dispatch."""
-    return _Dispatch.apply(plan, x_TD, weights_TK, ids_TK, payload)  # type: ignore[no-any-return]
-
-
-def combine_by_records(plan: RecordPlan, rows_RD: Tensor, payload: Payload) -> Tensor:
-    """out_TD; see comms.all_to_all.combine."""
-    return _Combine.apply(plan, rows_RD, payload)  # type: ignore[no-any-return]
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, plan: RecordPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: Payload
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.plan, ctx.payload = plan, payload
-        rows_RD, weights_RK, ids_RK = _there(plan, DISPATCH, x_TD, weights_TK, ids_TK, payload.rows)
-        ctx.mark_non_differentiable(ids_RK)
-        return rows_RD, weights_RK, ids_RK
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        d_x_TD, d_weights_TK = _back(ctx.plan, DISPATCH_GRAD, grads[0], grads[1], ctx.payload.grads)
-        return None, d_x_TD, d_weights_TK, None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: RecordPlan, rows_RD: Tensor, payload: Payload) -> Tensor:
-        ctx.plan, ctx.payload = plan, payload
-        return _back(plan, COMBINE, rows_RD, rows_RD.new_empty(rows_RD.shape[0], 0), payload.rows)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        none = grads[0].new_empty(grads[0].shape[0], 0)
-        return None, _there(ctx.plan, COMBINE_GRAD, grads[0], none, none.long(), ctx.payload.grads)[0], None
-
-
-def _there(
-    plan: RecordPlan, step: int, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    state, name, tag = plan.exchange.state, plan.exchange.name, tag_of(plan.layer, step)
-    tables = plan.slots_TN, plan.routes, plan.totals
-    return record_dispatch(state, x_TD, weights_TK, ids_TK, *tables, name, tag, plan.num_rows, payload)
-
-
-def _back(plan: RecordPlan, step: int, rows_RD: Tensor, side_RK: Tensor, payload: str) -> tuple[Tensor, Tensor]:
-    state, name, tag = plan.exchange.state, plan.exchange.name, tag_of(plan.layer, step)
-    tables = plan.slots_TN, plan.routes, plan.totals
-    return record_combine(state, rows_RD, side_RK, *tables, name, tag, payload)
+    return RecordPlan(exchange, layer, num_tokens, routes, totals, item_bound, slots_TN)
 
 
 # Operators. Each changes `state`, so the compiler keeps them all, in order; what they return is fresh memory.

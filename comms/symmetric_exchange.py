@@ -16,6 +16,7 @@ Shape suffixes: T tokens of this rank, N ranks, C chunks of tokens (one, but for
 rows, D row width, X row width or bytes of a record, K side columns.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,19 +43,16 @@ def describe_tag(tag: int) -> str:
 
 
 @dataclass(frozen=True)
-class SymmetricPlan:
-    """Who sends which rows to whom; the counts are on the device."""
+class DevicePlan(ABC):
+    """Who sends which rows to whom, where the counts stay on the device. A backend says how rows travel."""
 
     exchange: Exchange
     # Number of the layer, for tags.
     layer: int
     num_tokens: int
-    # int32: token t's row is this one (from 0) of those that this rank has for rank n (-1: none), and the other way.
-    index_NT: Tensor
-    tokens_NT: Tensor
-    # int32 (C, 4, N, N): see comms/kernels/routes.py.
+    # int32: how many rows go from whom to whom, and where they stand there.
     routes: Tensor
-    # int32 (C + 1,): where each chunk's rows end here, and the items that all of them feed.
+    # int32: where the rows end here, last the items that they feed.
     totals: Tensor
     # Room for items: no more than this many are worked on.
     num_items: int
@@ -68,6 +66,45 @@ class SymmetricPlan:
     def is_exact(self) -> bool:
         """Whether the host knows the numbers of rows and items, not only bounds."""
         return False
+
+    @abstractmethod
+    def there(
+        self, step: int, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Received rows, weights and ids, with room for all that may come. No autograd."""
+
+    @abstractmethod
+    def back(self, step: int, rows_RD: Tensor, side_RK: Tensor, payload: str) -> tuple[Tensor, Tensor]:
+        """The sums per token of rows and side columns. No autograd."""
+
+
+@dataclass(frozen=True)
+class SymmetricPlan(DevicePlan):
+    """Of rows that are put straight into other ranks' memory.
+
+    `routes` is (C, 4, N, N), see comms/kernels/routes.py; `totals` (C + 1,) has the end of each chunk's rows.
+    """
+
+    # int32: token t's row is this one (from 0) of those that this rank has for rank n (-1: none), and the other way.
+    index_NT: Tensor
+    tokens_NT: Tensor
+
+    def there(
+        self, step: int, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `DevicePlan`."""
+        assert self.routes.shape[0] == 1, "chunks travel by comms/beside.py"
+        state, name, tag = self.exchange.state, self.exchange.name, tag_of(self.layer, step)
+        tables = self.tokens_NT, self.routes, self.totals
+        return symmetric_dispatch(state, x_TD, weights_TK, ids_TK, *tables, name, tag, self.num_rows, payload)
+
+    def back(self, step: int, rows_RD: Tensor, side_RK: Tensor, payload: str) -> tuple[Tensor, Tensor]:
+        """See `DevicePlan`."""
+        state, name, tag = self.exchange.state, self.exchange.name, tag_of(self.layer, step)
+        tables = self.index_NT, self.routes
+        out_TD = rows_RD.new_empty(self.num_tokens, rows_RD.shape[1])
+        side_TK = symmetric_combine(state, out_TD, encode(rows_RD, payload), side_RK, *tables, name, tag)
+        return out_TD, side_TK
 
 
 def plan_exchange(
@@ -86,27 +123,33 @@ def plan_exchange(
         RuntimeError: a wait has failed before.
     """
     exchange.check()
+    num_tokens = check_tokens(ids_TK, exchange)
+    tag = tag_of(layer, PLAN)
+    index_NT, tokens_NT, routes, totals = exchange_routes(
+        exchange.state, ids_TK, exchange.num_ranks, ids_per_rank, exchange.name, tag, item_bound, chunks
+    )
+    return SymmetricPlan(exchange, layer, num_tokens, routes, totals, item_bound, index_NT, tokens_NT)
+
+
+def check_tokens(ids_TK: Tensor, exchange: Exchange) -> int:
+    """The number of tokens. Raises ValueError if there are more than the exchange was made for."""
     num_tokens = ids_TK.shape[0]
     if num_tokens > exchange.max_tokens:
         raise ValueError(
             f"{num_tokens} tokens in one pass, and this run's exchange has room for {exchange.max_tokens} per rank "
             "(train.micro_batch_size x train.seq_len); use smaller batches, or comms.backend=collective"
         )
-    tag = tag_of(layer, PLAN)
-    index_NT, tokens_NT, routes, totals = exchange_routes(
-        exchange.state, ids_TK, exchange.num_ranks, ids_per_rank, exchange.name, tag, item_bound, chunks
-    )
-    return SymmetricPlan(exchange, layer, num_tokens, index_NT, tokens_NT, routes, totals, item_bound)
+    return num_tokens
 
 
 def dispatch_rows(
-    plan: SymmetricPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: Payload
+    plan: DevicePlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: Payload
 ) -> tuple[Tensor, Tensor, Tensor]:
     """rows_RD, weights_RK, ids_RK (int64); see comms.all_to_all.dispatch."""
     return _Dispatch.apply(plan, x_TD, weights_TK, ids_TK, payload)  # type: ignore[no-any-return]
 
 
-def combine_rows(plan: SymmetricPlan, rows_RD: Tensor, payload: Payload) -> Tensor:
+def combine_rows(plan: DevicePlan, rows_RD: Tensor, payload: Payload) -> Tensor:
     """out_TD; see comms.all_to_all.combine."""
     return _Combine.apply(plan, rows_RD, payload)  # type: ignore[no-any-return]
 
@@ -114,49 +157,30 @@ def combine_rows(plan: SymmetricPlan, rows_RD: Tensor, payload: Payload) -> Tens
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: SymmetricPlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: Payload
+        ctx: Any, plan: DevicePlan, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: Payload
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.plan, ctx.payload = plan, payload
-        rows_RD, weights_RK, ids_RK = _there(plan, DISPATCH, x_TD, weights_TK, ids_TK, payload.rows)
+        rows_RD, weights_RK, ids_RK = plan.there(DISPATCH, x_TD, weights_TK, ids_TK, payload.rows)
         ctx.mark_non_differentiable(ids_RK)
         return rows_RD, weights_RK, ids_RK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        d_x_TD, d_weights_TK = _back(ctx.plan, DISPATCH_GRAD, grads[0], grads[1], ctx.payload.grads)
+        d_x_TD, d_weights_TK = ctx.plan.back(DISPATCH_GRAD, grads[0], grads[1], ctx.payload.grads)
         return None, d_x_TD, d_weights_TK, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: SymmetricPlan, rows_RD: Tensor, payload: Payload) -> Tensor:
+    def forward(ctx: Any, plan: DevicePlan, rows_RD: Tensor, payload: Payload) -> Tensor:
         ctx.plan, ctx.payload = plan, payload
-        return _back(plan, COMBINE, rows_RD, rows_RD[:, :0], payload.rows)[0]
+        return plan.back(COMBINE, rows_RD, rows_RD[:, :0], payload.rows)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         no_ids = grads[0].new_empty(grads[0].shape[0], 0, dtype=torch.int64)
         no_weights = grads[0][:, :0]
-        return None, _there(ctx.plan, COMBINE_GRAD, grads[0], no_weights, no_ids, ctx.payload.grads)[0], None
-
-
-def _there(
-    plan: SymmetricPlan, step: int, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Received rows, weights and ids, with room for all that may come."""
-    assert plan.routes.shape[0] == 1, "chunks travel by comms/beside.py"
-    state, name, tag = plan.exchange.state, plan.exchange.name, tag_of(plan.layer, step)
-    tables = plan.tokens_NT, plan.routes, plan.totals
-    return symmetric_dispatch(state, x_TD, weights_TK, ids_TK, *tables, name, tag, plan.num_rows, payload)
-
-
-def _back(plan: SymmetricPlan, step: int, rows_RD: Tensor, side_RK: Tensor, payload: str) -> tuple[Tensor, Tensor]:
-    """The sums per token of rows and side columns."""
-    state, name, tag = plan.exchange.state, plan.exchange.name, tag_of(plan.layer, step)
-    tables = plan.index_NT, plan.routes
-    out_TD = rows_RD.new_empty(plan.num_tokens, rows_RD.shape[1])
-    side_TK = symmetric_combine(state, out_TD, encode(rows_RD, payload), side_RK, *tables, name, tag)
-    return out_TD, side_TK
+        return None, ctx.plan.there(COMBINE_GRAD, grads[0], no_weights, no_ids, ctx.payload.grads)[0], None
 
 
 # Operators. Each changes `state`, so the compiler keeps them all, in order; what they return is fresh memory.

@@ -109,7 +109,7 @@ def plan_all(ranks: list[Exchange], ids: list[Tensor], layer: int = 0, bound: in
         for exchange, order in zip(ranks, orders, strict=True)
     ]
     return [
-        SymmetricPlan(exchange, layer, table.shape[0], order.index_NT, order.tokens_NT, *tables, bound)
+        SymmetricPlan(exchange, layer, table.shape[0], *tables, bound, order.index_NT, order.tokens_NT)
         for exchange, table, order, tables in zip(ranks, ids, orders, taken, strict=True)
     ]
 
