@@ -61,10 +61,13 @@ from scripts.moe_sides import (
     results,
     step,
 )
+from trainer.garbage import collected_together
 
 REPEATS = 3
 # Clock cycles of the device for which the host may run ahead: about 8 milliseconds.
 HEAD_START = 15_000_000
+# Steps between collections of garbage.
+NEVER = 10**9
 # Tokens of the comparison with fp32.
 CHECKED_TOKENS = 2048
 # Calls that make the host wait for the device.
@@ -206,12 +209,17 @@ def build_sides(problem: Problem, arguments: argparse.Namespace) -> tuple[dict[s
 
 def measure_sides(sides: dict[str, Side], problem: Problem, rounds: int) -> dict[str, dict[str, Any]]:
     """{name: figures}."""
-    times, errors = time_sides(sides, problem, rounds), errors_of(sides, problem)
+    release(problem.x_TD.device)
+    # As in a training step.
+    with collected_together(NEVER):
+        times = time_sides(sides, problem, rounds)
+        host = {name: host_milliseconds(side, problem) for name, side in sides.items()}
+    errors = errors_of(sides, problem)
     figures: dict[str, dict[str, Any]] = {}
     for name, side in sides.items():
         figures[name] = {**speeds(problem.shape, times[name]), **memory(side, problem), "syncs": syncs(side, problem)}
-        figures[name] |= {"host_ms": host_milliseconds(side, problem)}
-        figures[name] |= {"error": max(errors[name].values()), "errors": errors[name]}
+        figures[name] |= {"host_ms": host[name], "error": max(errors[name].values())}
+        figures[name]["errors"] = errors[name]
     if "torch" in figures:
         for found in figures.values():
             found["ratio"] = found["fwd_bwd_tflops"] / figures["torch"]["fwd_bwd_tflops"]
