@@ -50,5 +50,5 @@ class MoEConfig:
     pair_capacity: float | None = None
     # Route token t to experts (t*K + k) mod E whatever the scores: benchmarks only.
     force_balance: bool = False
-    # auto | fused | grouped_mm | reference
+    # auto (fused on Hopper, else grouped_mm) | fused | grouped_mm | reference
     backend: str = "auto"

@@ -47,13 +47,17 @@ class Through(NamedTuple):
     combine: Payload
 
 
-def depart(through: Through, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
-    """Send the first chunk now: `exchanged_experts` with the same arguments follows, after something else."""
+def depart(through: Through, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, beside: bool) -> None:
+    """Send the first chunk now: `exchanged_experts` with the same arguments follows, after something else.
+
+    Args:
+        beside: that has much to compute, so most of the device is left to it.
+    """
     plan = through.plan
     tables = plan.index_NT, plan.tokens_NT, plan.routes, plan.totals
     name, payload = plan.exchange.name, through.dispatch.rows
     with torch.no_grad():
-        start_dispatch(plan.exchange.state, x_TD, weights_TK, ids_TK, *tables, name, plan.layer, payload)
+        start_dispatch(plan.exchange.state, x_TD, weights_TK, ids_TK, *tables, name, plan.layer, payload, beside)
 
 
 def exchanged_experts(
@@ -158,10 +162,13 @@ def exchanged_experts_forward(
             activation, chunk, spare,
         )  # fmt: skip
         launch_rows("down", a_PF, w_down_EDF, pairs.ends_S, y_PD, False, chunk=chunk, spare=spare)
-        sum_chunk(y_PD, pairs.slots_RK, totals, chunk, num_rows, out_RD)
-        returned = travel.back(
-            COMBINE, chunk, out_RD, no_side[0], y_TD, no_side[1], payload_back, beside=chunk + 1 < num_chunks
-        )
+        back = no_side[0], y_TD, no_side[1], payload_back
+        if chunk + 1 == num_chunks and payload_back == "model":
+            # Nothing else is left to do: the exchange itself adds up each row's pairs.
+            returned = travel.back(COMBINE, chunk, y_PD, *back, beside=False, slots_RS=pairs.slots_RK)
+        else:
+            sum_chunk(y_PD, pairs.slots_RK, totals, chunk, num_rows, out_RD)
+            returned = travel.back(COMBINE, chunk, out_RD, *back, beside=chunk + 1 < num_chunks)
         arrival = coming
     travel.wait(returned)
     kept_PH = h_PH if keeps_hidden else h_PH.new_empty(0, h_PH.shape[1])

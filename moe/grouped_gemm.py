@@ -18,6 +18,8 @@ from torch import Tensor
 
 from moe.kernels.zero_fill import zero_empty_groups_
 
+FUSED_DTYPES = (torch.bfloat16, torch.float16)
+
 
 def resolve_backend(backend: str, dtype: torch.dtype, device: torch.device) -> str:
     """Turn `auto` into the backend that this dtype and device can run; refuse what they cannot.
@@ -26,7 +28,11 @@ def resolve_backend(backend: str, dtype: torch.dtype, device: torch.device) -> s
         ValueError: for an unknown backend, or one that cannot run here.
     """
     if backend == "auto":
-        return "reference" if dtype == torch.float64 else "grouped_mm"
+        if dtype == torch.float64:
+            return "reference"
+        # Hopper: where the fused kernels have been measured (benchmarks/moe_h200.json).
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        return "fused" if hopper and dtype in FUSED_DTYPES else "grouped_mm"
     if backend not in ("fused", "grouped_mm", "reference"):
         raise ValueError(f"model.moe.backend={backend!r} is unknown; use auto, fused, grouped_mm or reference.")
     if backend == "grouped_mm" and dtype == torch.float64:
@@ -37,7 +43,7 @@ def resolve_backend(backend: str, dtype: torch.dtype, device: torch.device) -> s
                 "model.moe.backend=fused needs a GPU of compute capability 9.0 (Hopper) or later; use auto or "
                 "grouped_mm."
             )
-        if dtype not in (torch.bfloat16, torch.float16):
+        if dtype not in FUSED_DTYPES:
             raise ValueError(f"model.moe.backend=fused computes in bf16 or fp16, not {dtype}; use auto or grouped_mm.")
     return backend
 

@@ -148,6 +148,21 @@ def test_backends(backend: str, dtype: torch.dtype, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        ((9, 0), torch.bfloat16, "fused"),
+        ((9, 0), torch.float16, "fused"),
+        ((9, 0), torch.float32, "grouped_mm"),
+        ((8, 0), torch.bfloat16, "grouped_mm"),
+        ((10, 0), torch.bfloat16, "grouped_mm"),
+    ],
+)
+def test_auto_is_fused_where_that_is_measured(capability, dtype, expected: str, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert resolve_backend("auto", dtype, torch.device("cuda")) == expected
+
+
+@pytest.mark.parametrize(
     ("backend", "dtype", "words"),
     [
         ("fused", torch.bfloat16, ["model.moe.backend=fused", "grouped_mm"]),
