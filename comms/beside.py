@@ -24,7 +24,7 @@ from torch import Tensor
 
 from comms.operators import operator
 from comms.payload import encode
-from comms.put_and_take import BESIDE_PUT, BESIDE_TAKE, Received, chunk_bound, chunk_ends, move_back, move_there
+from comms.put_and_take import Received, beside_programs, chunk_bound, chunk_ends, move_back, move_there
 from comms.symmetric_exchange import DISPATCH, tag_of
 from comms.symmetric_memory import Exchange, find_exchange
 
@@ -60,7 +60,7 @@ class Travel:
     @property
     def programs(self) -> int:
         """How many programs travel beside other work, which is to leave them as many multiprocessors."""
-        return 0 if self.exchange.stream is None else BESIDE_PUT + BESIDE_TAKE
+        return 0 if self.exchange.stream is None else sum(beside_programs(self.exchange.num_ranks))
 
     @property
     def num_rows(self) -> int:
@@ -88,9 +88,14 @@ class Travel:
 
     def back(
         self, step: int, chunk: int, rows_RD: Tensor, side_RK: Tensor, out_TD: Tensor, side_TK: Tensor, payload: str,
-        beside: bool,
+        beside: bool, slots_RS: Tensor | None = None,
     ) -> Arrival:  # fmt: skip
-        """Send back what became of a chunk's rows; `out` and `side` get the sums of its tokens."""
+        """Send back what became of a chunk's rows; `out` and `side` get the sums of its tokens.
+
+        Args:
+            slots_RS: `rows` are parts, and a row is the sum of those at its slots: where nothing is coded.
+        """
+        assert slots_RS is None or payload == "model"
         records = encode(rows_RD, payload)
         self.kept.append(records)
         tokens = self.ends[chunk - 1] if chunk else 0, self.ends[chunk]
@@ -98,7 +103,17 @@ class Travel:
         tag = tag_of(self.layer, step)
         return self._launch(
             partial(
-                move_back, self.exchange, records, side_RK, *tables, out_TD, side_TK, tag, tokens=tokens, beside=beside
+                move_back,
+                self.exchange,
+                records,
+                side_RK,
+                *tables,
+                out_TD,
+                side_TK,
+                tag,
+                tokens=tokens,
+                beside=beside,
+                slots_RS=slots_RS,
             )
         )
 
@@ -166,7 +181,8 @@ def start_dispatch(
     name: str,
     layer: int,
     payload: str,
+    beside: bool,
 ) -> None:
     """Send the first chunk, for the operator that asks with `departed`: something else can be computed until then."""
     travel = Travel(find_exchange(name), layer, Tables(index_NT, tokens_NT, routes, totals))
-    _DEPARTED[name] = depart(travel, x_TD, weights_TK, ids_TK, payload, beside=True)
+    _DEPARTED[name] = depart(travel, x_TD, weights_TK, ids_TK, payload, beside)

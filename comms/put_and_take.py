@@ -38,10 +38,15 @@ MOVE_UNITS, CODED_NUMBERS, SIDE_WORDS = 4096, 16384, 1024
 SUM_TOKENS, SUM_NUMBERS, SUM_COLUMNS = 8, 8192, 2048
 # Bytes that make one more program worth while, and the most programs that put if nobody asks for a number.
 BYTES_PER_CTA, MAX_CTAS = 2**16, 32
+# The most that put rows which are yet to be added up.
+SUM_CTAS = 48
 # Programs that take: one for each multiprocessor without a put, but no fewer than this part of all.
 LEAST_TAKE_PART = 0.5
-# Programs of an exchange that travels beside other work, which leaves as many multiprocessors to it: put and take.
-BESIDE_PUT, BESIDE_TAKE = 12, 12
+# Programs of an exchange that travels beside other work, which leaves as many multiprocessors to it for all of its
+# time: put and take, for each other rank, and the most of each. It need not be fast, but be over when the work is.
+BESIDE_PUT, BESIDE_TAKE, MAX_BESIDE = 6, 10, 12
+# They are few: each takes more parts, and tokens, between two waits.
+BESIDE_PARTS, BESIDE_TOKENS = 2, 4
 NUM_WARPS = 16
 # Tokens whose rows one program numbers, and blocks of tokens whose counts it adds up at a time.
 PLAN_TOKENS, PLAN_STRIP = 256, 128
@@ -153,7 +158,7 @@ def move_there(
     row_words = record_bytes(width, BLOCK) // 4 if is_coded else rows.shape[1]
     _check_sizes(exchange, row_words, weight_words.shape[1] + num_ids)
     put = _put_programs(exchange, 4 * row_words * tokens_NT.numel(), beside)
-    part_rows = max(PART_BYTES // (4 * row_words), 1)
+    part_rows = max(PART_BYTES * (BESIDE_PARTS if beside else 1) // (4 * row_words), 1)
     take = _take_programs(exchange, put, -(-num_rows // part_rows), beside)
     put, take = put * sides[0], take * sides[1]
     with _on(exchange):
@@ -183,6 +188,7 @@ def move_back(
     sides: Sides = BOTH,
     tokens: tuple[int, int] | None = None,
     beside: bool = False,
+    slots_RS: Tensor | None = None,
 ) -> None:
     """Put received rows and side columns back to where they were sent from; add up per token what comes back.
 
@@ -191,28 +197,34 @@ def move_back(
     Args:
         tokens: first and end of the chunk that `routes` are of; None: there is but one.
         beside: leave most of the device to others.
+        slots_RS: int32; `rows` are parts, and row r is the sum of those at its slots (-1: none).
     """
-    words, side_words = words_of(rows_RX), words_of(side_RK)
-    (num_tokens, width), row_words = out_TD.shape, words.shape[1]
+    rows, side_words = words_of(rows_RX) if slots_RS is None else rows_RX, words_of(side_RK)
+    (num_tokens, width), num_slots = out_TD.shape, 0 if slots_RS is None else slots_RS.shape[1]
+    row_words = rows_RX.shape[1] * rows_RX.element_size() // 4
     is_coded = rows_RX.dtype == torch.uint8
     # Whole blocks that share a scale.
     columns = max(min(_power_of_2(width), SUM_COLUMNS), BLOCK if is_coded else 1)
     _check_sizes(exchange, row_words, side_words.shape[1])
     begin, end = tokens or (0, num_tokens)
-    put = _put_programs(exchange, 4 * words.numel(), beside)
-    take = _take_programs(exchange, put, -(-(end - begin) // SUM_TOKENS), beside)
+    more = BESIDE_TOKENS if beside else 1
+    num_bytes = 4 * row_words * (rows if slots_RS is None else slots_RS).shape[0]
+    put = _put_programs(exchange, num_bytes, beside, SUM_CTAS if num_slots else None)
+    take = _take_programs(exchange, put, -(-(end - begin) // (SUM_TOKENS * more)), beside)
     put, take = put * sides[0], take * sides[1]
     with _on(exchange):
         combine_kernel[(put + take,)](
-            exchange.pointers, exchange.errors, exchange.state, words, side_words, index_NT, routes, out_TD, side_TK,
+            exchange.pointers, exchange.errors, exchange.state, rows, slots_RS, side_words, index_NT, routes,
+            out_TD, side_TK,
             exchange.rank, tag, exchange.limit, put, num_tokens, begin, end,
             exchange.layout.returns_at, exchange.layout.return_side_at,
             **_channel(exchange, RETURNS), **_piece_rows(exchange, 4 * row_words),
             WORDS=row_words, SIDE_WORDS=side_words.shape[1], SIDE_UNIT=math.gcd(side_words.shape[1], 4),
             WIDTH=width, COLUMNS=columns, CODE_BLOCK=BLOCK if is_coded else 0,
             SIDE_WIDTH=side_TK.shape[1], SIDE_COLUMNS=_power_of_2(max(side_TK.shape[1], 1)),
-            TOKENS=SUM_TOKENS, TILE=max(min(SUM_NUMBERS // columns, SUM_TOKENS), 1), BLOCK=MOVE_UNITS,
-            CLOCK=exchange.has_clock, JITTER=exchange.jitter, num_warps=NUM_WARPS,
+            TOKENS=SUM_TOKENS * more, TILE=max(min(SUM_NUMBERS * min(more, 2) // columns, SUM_TOKENS), 1),
+            BLOCK=MOVE_UNITS,
+            CLOCK=exchange.has_clock, JITTER=exchange.jitter, SLOTS=num_slots, num_warps=NUM_WARPS,
         )  # fmt: skip
 
 
@@ -253,14 +265,19 @@ def _piece_rows(exchange: Exchange, row_bytes: int) -> dict[str, int]:
     return {"PIECE_ROWS": max(most // row_bytes, 1), "LEAST_ROWS": max(least // row_bytes, 1)}
 
 
-def _put_programs(exchange: Exchange, num_bytes: int, beside: bool) -> int:
+def _put_programs(exchange: Exchange, num_bytes: int, beside: bool, most: int | None = None) -> int:
     """Few enough to leave multiprocessors to others."""
-    programs = exchange.num_ctas or max(1, min(MAX_CTAS, num_bytes // BYTES_PER_CTA))
-    programs = min(programs, BESIDE_PUT) if beside else programs
+    programs = exchange.num_ctas or max(1, min(most or MAX_CTAS, num_bytes // BYTES_PER_CTA))
+    programs = min(programs, beside_programs(exchange.num_ranks)[0]) if beside else programs
     # Turns go round the other ranks: every program is to come to all of them, or some would have more to do.
     while programs > 1 and math.gcd(programs, exchange.num_ranks - 1) > 1:
         programs -= 1
     return programs
+
+
+def beside_programs(num_ranks: int) -> tuple[int, int]:
+    """How many put and how many take beside other work."""
+    return min(BESIDE_PUT * (num_ranks - 1), MAX_BESIDE), min(BESIDE_TAKE * (num_ranks - 1), MAX_BESIDE)
 
 
 def _take_programs(exchange: Exchange, put: int, pieces: int, beside: bool) -> int:
@@ -268,8 +285,8 @@ def _take_programs(exchange: Exchange, put: int, pieces: int, beside: bool) -> i
     if not exchange.arena.is_cuda:
         return 3
     processors = num_processors(exchange.arena.device)
-    most = BESIDE_TAKE if beside else max(processors - put, int(LEAST_TAKE_PART * processors))
-    return max(1, min(pieces, most))
+    most = max(processors - put, int(LEAST_TAKE_PART * processors))
+    return max(1, min(pieces, beside_programs(exchange.num_ranks)[1] if beside else most))
 
 
 @functools.cache

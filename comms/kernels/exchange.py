@@ -25,6 +25,7 @@ import triton.language as tl
 
 from comms.kernels.e4m3 import decode
 from comms.kernels.flags import epoch_of, finish, ready_at, signal, wait, wait_for_room
+from comms.kernels.parts import put_sums, sum_parts
 from comms.kernels.pieces import (
     linger,
     load_side,
@@ -225,31 +226,31 @@ def _take_there(
 # ---- combine
 
 
-@triton.jit(
-    do_not_specialize=["me", "tag", "limit", "num_put", "num_tokens", "begin", "end", "rows_at", "side_at"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["me", "tag", "limit", "num_put", "num_tokens", "begin", "end", "rows_at", "side_at"])
 def combine_kernel(
-    pointers, errors, state, rows, side, index, routes, out, out_side,
+    pointers, errors, state, rows, slots, side, index, routes, out, out_side,
     me, tag, limit, num_put, num_tokens, begin, end, rows_at, side_at,
     FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
     PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr,
     WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_UNIT: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SIDE_WIDTH: tl.constexpr, SIDE_COLUMNS: tl.constexpr,
     CODE_BLOCK: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    CLOCK: tl.constexpr, JITTER: tl.constexpr,
+    CLOCK: tl.constexpr, JITTER: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """out[t] = the sum of what comes back for token t, by ascending rank; this rank's own part is read from `rows`.
 
     Of the tokens from `begin` to before `end`, which are those of the chunk that routes are of.
+
+    SLOTS > 0: `rows` are parts of rows (comms/kernels/parts.py), added up as rows are put or taken.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch = epoch_of(pointers, me, FLAGS_AT)
     if program < num_put:
         if NUM_RANKS > 1:
             _put_back(
-                pointers, errors, rows, side, routes, program, num_put, epoch, me, tag, limit, rows_at, side_at,
+                pointers, errors, rows, slots, side, routes, program, num_put, epoch, me, tag, limit, rows_at, side_at,
                 FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, LEAST_ROWS,
-                WORDS, SIDE_WORDS, SIDE_UNIT, BLOCK, CLOCK, JITTER,
+                WORDS, SIDE_WORDS, SIDE_UNIT, BLOCK, CLOCK, JITTER, WIDTH, COLUMNS, SLOTS, TILE,
             )  # fmt: skip
     else:
         taker, takers = program - num_put, num_programs - num_put
@@ -267,13 +268,13 @@ def combine_kernel(
             )  # fmt: skip
             for tile in range(first, tl.minimum(first + TOKENS, end), TILE):
                 _sum(
-                    rows, arena + rows_at, index, routes, out, tile, me, num_tokens, end,
-                    NUM_RANKS, WIDTH, COLUMNS, 4 * WORDS, CODE_BLOCK, TILE,
+                    rows, slots, arena + rows_at, index, routes, out, tile, me, num_tokens, end,
+                    NUM_RANKS, WIDTH, COLUMNS, 4 * WORDS, CODE_BLOCK, TILE, SLOTS,
                 )  # fmt: skip
                 if SIDE_WORDS > 0:
                     _sum(
-                        side, arena + side_at, index, routes, out_side, tile, me, num_tokens, end,
-                        NUM_RANKS, SIDE_WIDTH, SIDE_COLUMNS, 4 * SIDE_WORDS, 0, TILE,
+                        side, slots, arena + side_at, index, routes, out_side, tile, me, num_tokens, end,
+                        NUM_RANKS, SIDE_WIDTH, SIDE_COLUMNS, 4 * SIDE_WORDS, 0, TILE, 0,
                     )  # fmt: skip
     if num_put < num_programs:
         finish(pointers, state, me, tag, epoch, FLAGS_AT, NUM_RANKS, RANKS)
@@ -281,11 +282,12 @@ def combine_kernel(
 
 @triton.jit
 def _put_back(
-    pointers, errors, rows, side, routes, program, programs, epoch, me, tag, limit, rows_at, side_at,
+    pointers, errors, rows, slots, side, routes, program, programs, epoch, me, tag, limit, rows_at, side_at,
     FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
     PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr,
     WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_UNIT: tl.constexpr,
     BLOCK: tl.constexpr, CLOCK: tl.constexpr, JITTER: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """This program's turns: each received row (or what became of it) to its place among those that its sender sent."""
     turns = num_turns(routes, me, False, NUM_RANKS, PIECE_ROWS, LEAST_ROWS, PIECES, 0)
@@ -302,8 +304,11 @@ def _put_back(
             row = (route_of(routes, rank, me, 1, NUM_RANKS) + begin).to(tl.int64)
             place = (route_of(routes, rank, me, 2, NUM_RANKS) + begin).to(tl.int64)
             base = tl.load(pointers + rank)
-            target = words_at(base + rows_at) + place * WORDS
-            move(rows + row * WORDS, target, routes, num_rows, WORDS, 4, BLOCK, False)
+            if SLOTS > 0:
+                put_sums(rows, slots, row, base + rows_at + place * (4 * WORDS), num_rows, WIDTH, COLUMNS, SLOTS, TILE)
+            else:
+                target = words_at(base + rows_at) + place * WORDS
+                move(rows + row * WORDS, target, routes, num_rows, WORDS, 4, BLOCK, False)
             if SIDE_WORDS > 0:
                 target = (base + side_at).to(tl.pointer_type(tl.int32)) + place * SIDE_WORDS
                 move(side + row * SIDE_WORDS, target, routes, num_rows, SIDE_WORDS, SIDE_UNIT, BLOCK, False)
@@ -340,9 +345,9 @@ def _wait_for_tokens(
 
 @triton.jit
 def _sum(
-    rows, arena, index, routes, out, first, me, num_tokens, end,
+    rows, slots, arena, index, routes, out, first, me, num_tokens, end,
     NUM_RANKS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROW_BYTES: tl.constexpr,
-    CODE_BLOCK: tl.constexpr, TILE: tl.constexpr,
+    CODE_BLOCK: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Sums of TILE tokens. Own rows stand where they were received, the others where they were sent from."""
     WIDE: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32  # pyright: ignore
@@ -350,13 +355,22 @@ def _sum(
     for start in tl.static_range(0, WIDTH, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
         total = tl.zeros([TILE, COLUMNS], dtype=WIDE)
+        if SLOTS > 0:
+            nth = _nth_row(index, routes, me, me, token, num_tokens, end, NUM_RANKS)
+            row = (route_of(routes, me, me, 1, NUM_RANKS) + nth).to(tl.int64)
+            # Rounded like what the others send.
+            own = sum_parts(rows, slots, row, nth >= 0, column, WIDTH, SLOTS).to(out.dtype.element_ty).to(WIDE)
         for rank in tl.static_range(NUM_RANKS):
             nth = _nth_row(index, routes, me, rank, token, num_tokens, end, NUM_RANKS)
             begin = tl.load(routes + tl.where(rank == me, 1, 2) * NUM_RANKS * NUM_RANKS + me * NUM_RANKS + rank)
             base = tl.where(rank == me, rows.to(tl.int64), arena)
             row = (begin + nth).to(tl.int64)[:, None]
             mask = (nth >= 0)[:, None] & (column < WIDTH)
-            if CODE_BLOCK == 0:
+            if SLOTS > 0:
+                numbers = tl.multiple_of(arena.to(out.dtype), 16)
+                theirs = tl.load(numbers + (row * WIDTH + column), mask=mask & (rank != me), other=0.0).to(WIDE)
+                total += tl.where(rank == me, own, theirs)
+            elif CODE_BLOCK == 0:
                 # Rows stand one behind the other.
                 numbers = tl.multiple_of(base.to(out.dtype), 16)
                 total += tl.load(numbers + (row * WIDTH + column), mask=mask, other=0.0).to(WIDE)

@@ -62,12 +62,15 @@ def inputs(device: torch.device, num_tokens: int, seed: int, width: int = WIDTH,
 
 
 def work(rows_RD: Tensor, weights_RK: Tensor, ids_RK: Tensor) -> Tensor:
-    """A stand-in for experts: local ids scale the row. Rows without ids give 0, whatever they hold."""
+    """A stand-in for experts: local ids scale the row. Rows without ids give 0, whatever they hold.
+
+    In fp64, because the order in which torch adds depends on how many rows there are, and ours has room for more.
+    """
     first = dist.get_rank() * EXPERTS_PER_RANK
     is_ours = (ids_RK >= first) & (ids_RK < first + EXPERTS_PER_RANK)
-    scale_R = torch.where(is_ours, weights_RK * (ids_RK + 1), 0).sum(1)
+    scale_R = torch.where(is_ours, weights_RK.double() * (ids_RK + 1), 0).sum(1)
     rows_RD = torch.where(is_ours.any(1, keepdim=True), rows_RD, 0)
-    return (rows_RD * scale_R[:, None]).to(rows_RD.dtype)
+    return (rows_RD.double() * scale_R[:, None]).to(rows_RD.dtype)
 
 
 def round_trip(exchange: Exchange | None, given: Inputs, layer: int = 0, payload: Payload = AS_IT_IS) -> list[Tensor]:

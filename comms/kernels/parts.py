@@ -1,0 +1,43 @@
+"""Rows that are made where they are needed: sums of parts, which another program would have written, and these read.
+
+A row has up to SLOTS parts, at slots[r, k] of a table; -1 is none. They are added in fp32 in the order of k and rounded
+once, as comms/kernels/gather_sum.py has it.
+
+Worked example: parts [[1], [2], [4]] and slots [[2, 0], [-1, 1]] are the rows [[5], [2]].
+"""
+
+# Kernels are written in Triton's language, which has no types.
+# pyright: basic, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# ruff: noqa: ANN001, ANN201
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_parts(parts, slots, row, valid, column, WIDTH: tl.constexpr, SLOTS: tl.constexpr):
+    """(rows, columns) in fp32; 0 where a row is not valid."""
+    total = tl.zeros([row.shape[0], column.shape[1]], dtype=tl.float32)
+    for k in tl.static_range(SLOTS):
+        slot = tl.load(slots + row * SLOTS + k, mask=valid, other=-1).to(tl.int64)
+        mask = (slot >= 0)[:, None] & (column < WIDTH)
+        total += tl.load(parts + (slot[:, None] * WIDTH + column), mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def put_sums(
+    parts, slots, first, address, num_rows,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Rows from `first` on to an address of rows, TILE of them at a time."""
+    target = tl.multiple_of(address.to(parts.dtype), 16)
+    for start in range(0, num_rows, TILE):
+        nth = (start + tl.arange(0, TILE)).to(tl.int64)
+        for begin in tl.static_range(0, WIDTH, COLUMNS):
+            column = (begin + tl.arange(0, COLUMNS))[None, :]
+            total = sum_parts(parts, slots, first + nth, nth < num_rows, column, WIDTH, SLOTS)
+            place = nth[:, None] * WIDTH + column
+            tl.store(
+                target + place, total.to(parts.dtype.element_ty), mask=(nth < num_rows)[:, None] & (column < WIDTH)
+            )
