@@ -140,14 +140,14 @@ class MoE(nn.Module):
             seq_len=x_BSD.shape[1],
             sequence=self.sequence,
         )
+        # The exchange back comes last: a recomputation for backward stops at the last tensor it needs, before it.
+        stats = self.balance(routing, mask_T, x_BSD.shape[1], scale)
         tokens = self.gather_tokens(x_TD, routing)
         plan = self.plan(tokens.ids_TK, mask_T)
         through = self.through(plan, x_TD)
-        if through is not None:
-            # Rows travel while balancing is counted and the shared expert computes.
-            depart(through, tokens.x_TD, tokens.weights_TK, tokens.ids_TK, beside=self.shared is not None)
-        # The exchange back comes last: a recomputation for backward stops at the last tensor it needs, before it.
-        stats = self.balance(routing, mask_T, x_BSD.shape[1], scale)
+        if through is not None and self.shared is not None:
+            # Rows travel while the shared expert computes.
+            depart(through, tokens.x_TD, tokens.weights_TK, tokens.ids_TK)
         shared_TD = None if self.shared is None else self.shared(x_TD)
         y_TD = self.routed_experts(tokens, plan, through)
         if shared_TD is not None:

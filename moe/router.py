@@ -37,6 +37,7 @@ class Routing(NamedTuple):
     # (T, K) combine weights; 0 where the id is NO_EXPERT.
     topk_weights_TK: Tensor
     # (T, E) probabilities: each row adds up to 1 (softmax), or each entry is in (0, 1) (sigmoid).
+    # Without a gradient if no auxiliary loss is configured and the weights come from the logits.
     scores_TE: Tensor
     # (T, E)
     logits_TE: Tensor
@@ -91,7 +92,9 @@ def route(
     if x_TD.shape[0] % seq_len != 0:
         raise ValueError(f"{x_TD.shape[0]} tokens are not a whole number of sequences of seq_len={seq_len}")
     logits_TE = _router_logits(x_TD, weight_ED, bias_E, token_mask_T)
-    scores_TE = torch.softmax(logits_TE, dim=-1) if config.score_function == "softmax" else torch.sigmoid(logits_TE)
+    # Detached where nothing asks for their gradient: backward need not keep (T, E) then.
+    scored_TE = logits_TE if _scores_are_used(config) else logits_TE.detach()
+    scores_TE = torch.softmax(scored_TE, dim=-1) if config.score_function == "softmax" else torch.sigmoid(scored_TE)
     with torch.no_grad():
         ids_TK = keep_choice(_choose(logits_TE, scores_TE, expert_bias_E, config, seq_len, sequence))
         chosen_ids_TK = ids_TK if token_mask_T is None else ids_TK.masked_fill(~token_mask_T[:, None], NO_EXPERT)
@@ -231,6 +234,12 @@ def _combine_weights(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, confi
     if config.normalize_topk:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + SIGMOID_EPS)
     return weights_TK * config.route_scale
+
+
+def _scores_are_used(config: MoEConfig) -> bool:
+    """Whether the scores have a part in the output or in an auxiliary loss; else they only decide the choice."""
+    from_logits = config.score_function == "softmax" and config.normalize_topk
+    return not from_logits or config.aux_loss != 0
 
 
 def _drop_above_capacity(

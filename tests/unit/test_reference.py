@@ -179,8 +179,9 @@ def test_a_padded_batch_is_the_unpadded_one(level: str) -> None:
 
 def test_the_auxiliary_loss_reaches_the_router() -> None:
     """Case 25: the router's gradient is d(main) + c * d(aux), with d(aux) taken by finite differences."""
-    config = MoEConfig(num_experts=E, top_k=2)
-    parameters, coefficient, step = layer_parameters(config), 0.1, 1e-6
+    coefficient, step = 0.1, 1e-6
+    config = MoEConfig(num_experts=E, top_k=2, aux_loss=coefficient)
+    parameters = layer_parameters(config)
     x = torch.randn(2, 4, D, dtype=torch.float64)
     router = parameters["router.weight"]
     out = reference_moe(x, parameters, config)

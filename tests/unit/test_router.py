@@ -236,6 +236,18 @@ def test_gradients(score_function: str, normalize_topk: bool) -> None:
     assert torch.autograd.gradcheck(outputs, (x, weight, bias))
 
 
+@pytest.mark.parametrize(
+    ("aux_loss", "normalize_topk", "expected"), [(0.0, True, False), (0.1, True, True), (0.0, False, True)]
+)
+def test_scores_that_only_choose_are_not_kept_for_backward(aux_loss, normalize_topk, expected: bool) -> None:
+    config = MoEConfig(num_experts=8, top_k=2, aux_loss=aux_loss, normalize_topk=normalize_topk)
+    x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, 16)
+    found = route(x, weight, None, config, seq_len=4)
+    assert found.scores_TE.requires_grad is expected
+    (dx,) = torch.autograd.grad(found.topk_weights_TK.square().sum(), x)
+    assert dx.norm() > 0
+
+
 def test_compiles_into_one_graph() -> None:
     config = MoEConfig(num_experts=8, top_k=2, num_groups=2, top_groups=1, capacity_factor=1.0)
     x, weight, mask = torch.randn(8, 4), torch.randn(8, 4), torch.arange(8) < 6
