@@ -181,8 +181,7 @@ def start_dispatch(
     name: str,
     layer: int,
     payload: str,
-    beside: bool,
 ) -> None:
     """Send the first chunk, for the operator that asks with `departed`: something else can be computed until then."""
     travel = Travel(find_exchange(name), layer, Tables(index_NT, tokens_NT, routes, totals))
-    _DEPARTED[name] = depart(travel, x_TD, weights_TK, ids_TK, payload, beside)
+    _DEPARTED[name] = depart(travel, x_TD, weights_TK, ids_TK, payload, beside=True)

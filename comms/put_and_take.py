@@ -44,9 +44,9 @@ SUM_CTAS = 48
 LEAST_TAKE_PART = 0.5
 # Programs of an exchange that travels beside other work, which leaves as many multiprocessors to it for all of its
 # time: put and take, for each other rank, and the most of each. It need not be fast, but be over when the work is.
-BESIDE_PUT, BESIDE_TAKE, MAX_BESIDE = 6, 10, 12
-# They are few: each takes more parts, and tokens, between two waits.
-BESIDE_PARTS, BESIDE_TOKENS = 2, 4
+BESIDE_PUT, BESIDE_TAKE, MAX_BESIDE = 12, 12, 12
+# They are few: each may take more parts, and tokens, between two waits. Not measured with more than 1 (docs/LOG.md).
+BESIDE_PARTS, BESIDE_TOKENS = 1, 1
 NUM_WARPS = 16
 # Tokens whose rows one program numbers, and blocks of tokens whose counts it adds up at a time.
 PLAN_TOKENS, PLAN_STRIP = 256, 128

@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import comms.put_and_take
+import moe.exchanged_experts
 import moe.kernels.sort_pairs
 from comms.payload import Payload
 from comms.symmetric_exchange import plan_exchange
@@ -153,7 +154,7 @@ def a_compiled_graph_is_whole(exchange: Exchange) -> None:
 
     def compute(x: Tensor, weights: Tensor, w_up: Tensor, w_down: Tensor, plan: Any) -> Tensor:
         through = Through(plan, dist.get_rank() * EXPERTS_PER_RANK, Payload(), Payload())
-        depart(through, x, weights, ids, beside=True)
+        depart(through, x, weights, ids)
         beside = x @ x.T
         y = exchanged_experts(through, x, weights, ids, w_up, w_down, "swiglu")
         return y * 2 + beside @ x
@@ -222,6 +223,9 @@ def run_rank(rank: int, num_ranks: int, port: int, folder: str) -> None:
     moe.kernels.sort_pairs.BLOCK = 16
     # Chunks end between blocks of tokens.
     comms.put_and_take.PLAN_TOKENS, comms.put_and_take.PLAN_STRIP = 2, 2
+    # Both ways to add up the pairs of what is sent back last, and to travel beside other work.
+    moe.exchanged_experts.ADDS_UP_ON_THE_WAY = num_ranks == 3
+    comms.put_and_take.BESIDE_PARTS, comms.put_and_take.BESIDE_TOKENS = (2, 4) if num_ranks == 3 else (1, 1)
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     row_bytes, side_bytes = 4 * max(WIDTH, DEEPSEEK.dim), 8 * max(TOP_K, DEEPSEEK.moe.top_k)
     layout = plan_layout(num_ranks, MAX_TOKENS, num_ranks, row_bytes, side_bytes, max_chunks=max(CHUNKS))
