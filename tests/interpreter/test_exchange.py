@@ -267,6 +267,28 @@ def test_few_rows_go_in_smaller_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int((ready[0] > 0).sum()) == -(-MAX_TOKENS // 2)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_rows_may_be_sums_that_the_exchange_adds_up(num_ranks: int) -> None:
+    """Parts and their slots give the bits that rows do which were added up before."""
+    width, num_parts, generator = 24, 40, torch.Generator().manual_seed(3)
+    ranks = make(num_ranks, width, torch.float32)
+    plans = plan_all(ranks, random_ids(num_ranks, generator))
+    parts = [torch.randn(num_parts, width, generator=generator) for _ in ranks]
+    slots = [torch.randint(-1, num_parts, (plan.num_rows, 3), generator=generator).int() for plan in plans]
+    rows = [gather_sum_reference(*given) for given in zip(parts, slots, strict=True)]
+    results: list[list[Tensor]] = []
+    for sent, tables in ((rows, [None] * num_ranks), (parts, slots)):
+        outs = [torch.full((plan.num_tokens, width), float("nan")) for plan in plans]
+        for sides in (PUT, TAKE):
+            for plan, given, table, out in zip(plans, sent, tables, outs, strict=True):
+                tensors = given, given[:, :0], plan.index_NT, plan.routes[0], out, out[:, :0]
+                move_back(plan.exchange, *tensors, tag_of(0, COMBINE), sides, slots_RS=table)
+        results.append(outs)
+    for plan, ours, theirs in zip(plans, *reversed(results), strict=True):
+        plan.exchange.check()
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_coded_on_the_way_and_records_are_summed_after_decoding(dtype: torch.dtype) -> None:
     """mxfp8: coding then moving is moving then coding; sums are those of decoded rows, rounded once more."""
