@@ -33,7 +33,6 @@ from torch.distributed.distributed_c10d import _get_group_size_by_name, _resolve
 from torch.nn import functional as F
 
 from comms.collectives import gather_dim, reduce_scatter
-from comms.kernels.gather_sum import gather_sum
 from comms.operators import operator, register_fake
 from comms.peer_buffers import buffers_of
 from comms.shard_transport import Inbox, Messages, Transport
@@ -277,7 +276,7 @@ def _scatter_products(transport: Transport, xs: Sequence[Tensor], weights: Seque
             for number, (x, weight) in enumerate(zip(xs, weights, strict=True)):
                 _multiply(x[:, rows], weight, space, add=number > 0)
             outbox.send(rows)
-        return _sum_ascending(outbox.parts()).view(outer, -1, width)
+        return outbox.total()
 
 
 def _multiply(x_ORX: Tensor, weight_XY: Tensor, out_ORY: Tensor, add: bool = False) -> None:
@@ -294,14 +293,3 @@ def _multiply(x_ORX: Tensor, weight_XY: Tensor, out_ORY: Tensor, add: bool = Fal
         out_ORY.baddbmm_(x_ORX, weights)
     else:
         torch.bmm(x_ORX, weights, out=out_ORY)
-
-
-def _sum_ascending(parts_NSX: Tensor) -> Tensor:
-    """(S, X): the sum over ranks in fp32 (fp64 for fp64), in ascending order, rounded once."""
-    size, num_rows, width = parts_NSX.shape
-    if size == 2:
-        # Two bf16 are added in fp32 and rounded once.
-        return parts_NSX[0] + parts_NSX[1]
-    first = torch.arange(size, device=parts_NSX.device) * num_rows
-    slots_SN = torch.arange(num_rows, device=parts_NSX.device)[:, None] + first
-    return gather_sum(parts_NSX.reshape(-1, width), slots_SN)

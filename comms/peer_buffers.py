@@ -9,7 +9,8 @@ in symmetric memory, a stream of its own, and flags of one word per (channel, ra
     sender    lane:     wait for the receiver's credit, copy a piece, signal it; next piece; next receiver
     receiver  compute:  wait for a piece's signal, multiply it; ... after the last read, give the credit back
 
-Copies need no thread blocks, and pieces are read where they arrived.
+Copies need no thread blocks, and pieces are read where they arrived. Of two ranks, the lane adds up each piece of a sum
+as soon as both parts are there, while the next piece is multiplied.
 
 A signal is one word that the sender turns from 0 to 1 (after its copies, at system scope) and the receiver back:
 nothing is ever reset, so a captured graph can replay. The first use of a buffer needs no credit. Waits are bounded by
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comms.shard_transport import MAX_PIECES, Inbox, Outbox, after, cut, rows_of
+from comms.shard_transport import MAX_PIECES, Inbox, Outbox, after, cut, rows_of, sum_ascending
 
 # Behind the channels of pieces.
 _CREDIT = MAX_PIECES
@@ -195,12 +196,14 @@ class _BufferOutbox:
     def __init__(self, lane: Lane, shape: tuple[int, int, int], like: Tensor) -> None:
         outer, num_rows, width = shape
         self.lane, self.num_rows = lane, num_rows // lane.size
-        self.pieces = cut(self.num_rows)
+        self.pieces = cut(self.num_rows, of_sum=True)
         self.shape, self.like = (lane.size, outer, self.num_rows, width), like
         lane.reserve(math.prod(self.shape) * like.element_size())
         self.buffer = lane.view(lane.rank, self.shape, like.dtype)
         # Kept until the lane has copied them.
         self.spaces: dict[int, Tensor] = {}
+        # Of two ranks: added up piece by piece, beside the products of the pieces that follow.
+        self.sums = like.new_empty(self.shape[1:]) if lane.size == 2 else None
 
     def blocks(self) -> Iterator[slice]:
         for rank in (*after(self.lane.rank, self.lane.size), self.lane.rank):
@@ -220,20 +223,33 @@ class _BufferOutbox:
 
     def send(self, rows: slice) -> None:
         rank, first = divmod(rows.start, self.num_rows)
-        if rank == self.lane.rank:
-            return
         number = self._number(first)
+        if rank == self.lane.rank:
+            if self.sums is not None:
+                self._add(self.sums, number)
+            return
         with self.lane.beside():
             if number == 0:
                 self.lane.take_credit(rank)
             theirs = self.lane.view(rank, self.shape, self.like.dtype)[self.lane.rank]
             self.lane.push(self.spaces[rows.start], rank, theirs[:, self.pieces[number]], number)
 
-    def parts(self) -> Tensor:
+    def _add(self, sums: Tensor, number: int) -> None:
+        """A piece of the sum, once the other's part has come; on the lane, behind everything that is sent."""
+        piece = self.pieces[number]
+        with self.lane.beside():
+            self.lane.wait_piece(1 - self.lane.rank, number)
+            # As `sum_ascending`.
+            torch.add(self.buffer[0, :, piece], self.buffer[1, :, piece], out=sums[:, piece])
+
+    def total(self) -> Tensor:
+        if self.sums is not None:
+            self.lane.join()
+            return self.sums
         for source in after(self.lane.rank, self.lane.size):
             for number in range(len(self.pieces)):
                 self.lane.wait_piece(source, number)
-        return self.buffer.flatten(1, 2)
+        return sum_ascending(self.buffer)
 
     def close(self) -> None:
         self.lane.join()

@@ -18,8 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# A shard is cut into pieces of about so many rows, so that the first arrive while the last are still computed.
-PIECE_ROWS = 4096
+from comms.kernels.gather_sum import gather_sum
+
+# A shard is cut into pieces of about so many rows, so that the first arrive while the last are still computed; those of
+# a sum are smaller, because the last one is added up when nothing is left to compute.
+PIECE_ROWS, SUM_PIECE_ROWS = 4096, 2048
 MAX_PIECES = 4
 
 
@@ -54,8 +57,8 @@ class Outbox(Protocol):
         """What `space` gave for these rows is written."""
         ...
 
-    def parts(self) -> Tensor:
-        """(N, O * R, X): what each rank computed of this rank's rows; only good until `close`."""
+    def total(self) -> Tensor:
+        """(O, R, X): of this rank's rows, the sum of what each rank computed, by `sum_ascending`."""
         ...
 
     def close(self) -> None:
@@ -75,9 +78,10 @@ class Transport(Protocol):
         ...
 
 
-def cut(num_rows: int) -> list[slice]:
-    """Pieces of a shard of so many rows, as equal as can be."""
-    count = max(min(-(-num_rows // PIECE_ROWS), MAX_PIECES, num_rows), 1)
+def cut(num_rows: int, *, of_sum: bool = False) -> list[slice]:
+    """Pieces of a shard of so many rows, or of this rank's rows of a sum, as equal as can be."""
+    piece_rows = SUM_PIECE_ROWS if of_sum else PIECE_ROWS
+    count = max(min(-(-num_rows // piece_rows), MAX_PIECES, num_rows), 1)
     bounds = [num_rows * piece // count for piece in range(count + 1)]
     return [slice(first, last) for first, last in itertools.pairwise(bounds)]
 
@@ -85,6 +89,18 @@ def cut(num_rows: int) -> list[slice]:
 def rows_of(rank: int, num_rows: int, piece: slice) -> slice:
     """A piece of a rank's shard as rows of the whole."""
     return slice(rank * num_rows + piece.start, rank * num_rows + piece.stop)
+
+
+def sum_ascending(parts_NORX: Tensor) -> Tensor:
+    """(O, R, X): the sum over ranks in fp32 (fp64 for fp64), in ascending order, rounded once."""
+    size, outer, num_rows, width = parts_NORX.shape
+    if size == 2:
+        # Two bf16 are added in fp32 and rounded once.
+        return parts_NORX[0] + parts_NORX[1]
+    rows = outer * num_rows
+    first = torch.arange(size, device=parts_NORX.device) * rows
+    slots_SN = torch.arange(rows, device=parts_NORX.device)[:, None] + first
+    return gather_sum(parts_NORX.reshape(-1, width), slots_SN).view(outer, num_rows, width)
 
 
 def after(rank: int, size: int) -> list[int]:
@@ -164,7 +180,7 @@ class _MessageOutbox:
     def __init__(self, via: Messages, shape: tuple[int, int, int], like: Tensor) -> None:
         outer, num_rows, width = shape
         self.via, self.num_rows = via, num_rows // via.size
-        self.pieces = cut(self.num_rows)
+        self.pieces = cut(self.num_rows, of_sum=True)
         self.found = like.new_empty(via.size, outer, self.num_rows, width)
         self.spaces: dict[int, Tensor] = {}
         self.sent: list[dist.Work] = []
@@ -194,11 +210,11 @@ class _MessageOutbox:
             number = [piece.start for piece in self.pieces].index(first)
             self.sent.append(self.via.isend(self.spaces[rows.start], rank, _SCATTER_TAG + number))
 
-    def parts(self) -> Tensor:
+    def total(self) -> Tensor:
         for work, part, place in self.coming:
             work.wait()
             place.copy_(part)
-        return self.found.flatten(1, 2)
+        return sum_ascending(self.found)
 
     def close(self) -> None:
         for work in self.sent:

@@ -68,8 +68,15 @@ TINY = replace(
 )
 
 
+# Of gathers and of sums.
+DEFAULT_PIECES = shard_transport.PIECE_ROWS, shard_transport.SUM_PIECE_ROWS
+
+
 class Case(NamedTuple):
-    """kind: gather or scatter; rows of all ranks, width of the whole product and of the whole contraction."""
+    """kind: gather or scatter; rows of all ranks, width of the whole product and of the whole contraction.
+
+    piece_rows: 0 is the default of the kind.
+    """
 
     kind: str
     M: int
@@ -116,7 +123,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=int(os.environ.get("WORLD_SIZE", "2")))
     parser.add_argument("--rows", default=ROWS, help="M, rows of all ranks; default: %(default)s")
     parser.add_argument("--widths", default="8192x8192,8192x4096", help="N x K; default: %(default)s")
-    parser.add_argument("--piece-rows", default=str(shard_transport.PIECE_ROWS), help="default: %(default)s")
+    parser.add_argument("--piece-rows", default="0", help="0, the default: as training does")
     parser.add_argument("--sides", default=",".join(SIDES), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-block", action="store_true", help="leave the blocks of a model out")
@@ -205,7 +212,7 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
 
 def measure(arguments: argparse.Namespace, case: Case, device: torch.device) -> dict[str, Any]:
     """Figures of one case, alike on every rank but for its error."""
-    shard_transport.PIECE_ROWS = case.piece_rows
+    set_pieces(case.piece_rows)
     sides = sides_of(case, device, arguments.sides)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     calls = 2 if device.type == "cpu" else 10
@@ -231,6 +238,12 @@ def measure(arguments: argparse.Namespace, case: Case, device: torch.device) -> 
             mine = figures[f"{kind}_ms"]
             figures[f"{kind}_ratio"] = mine / alone if alone and mine is not None else None
     return {**case._asdict(), "sides": found}
+
+
+def set_pieces(piece_rows: int) -> None:
+    """How finely shards are cut from here on; 0: as training does."""
+    both = (piece_rows, piece_rows) if piece_rows else DEFAULT_PIECES
+    shard_transport.PIECE_ROWS, shard_transport.SUM_PIECE_ROWS = both
 
 
 def sides_of(case: Case, device: torch.device, names: Sequence[str]) -> dict[str, Calls]:
@@ -304,7 +317,7 @@ def fused_by_torch(kind: str, x: Tensor, weight: Tensor, grad: Tensor, group: st
 
 def measure_blocks(arguments: argparse.Namespace, device: torch.device) -> dict[str, float]:
     """Milliseconds of forward and backward of a model of two dense blocks, per value of parallel.async_tp."""
-    shard_transport.PIECE_ROWS = 8 if arguments.dry_run else 4096
+    set_pieces(8 if arguments.dry_run else 0)
     found: dict[str, float] = {}
     for mode in ("none", "native"):
         compiled = not (arguments.eager or arguments.dry_run)

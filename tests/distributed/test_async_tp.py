@@ -57,7 +57,7 @@ def errors_of_gather(dim: int, rows: int, dtype: torch.dtype, min_rows: int, num
     """Pieces of 2 rows and fewer: several per shard, of unequal size."""
     x = random_tensor(*shape_of(dim, rows, 5), dtype=dtype)
     weights = [random_tensor(3 + 4 * index, 5, dtype=dtype, seed=index + 1) for index in range(num_weights)]
-    with patch.object(shard_transport, "PIECE_ROWS", 2):
+    with patch.multiple(shard_transport, PIECE_ROWS=2, SUM_PIECE_ROWS=2):
         ours = results(all_gather_matmul(x, weights, dim, world(), min_rows), [x, *weights])
     theirs = results(plain_gather(x, weights, dim), [x, *weights])
     return [relative_error(a, b) for a, b in zip(ours, theirs, strict=True)]
@@ -66,7 +66,7 @@ def errors_of_gather(dim: int, rows: int, dtype: torch.dtype, min_rows: int, num
 def errors_of_scatter(dim: int, rows: int, dtype: torch.dtype, min_rows: int) -> list[float]:
     x = random_tensor(*shape_of(dim, rows * dist.get_world_size(), 5), dtype=dtype)
     weight = random_tensor(7, 5, dtype=dtype, seed=1)
-    with patch.object(shard_transport, "PIECE_ROWS", 2):
+    with patch.multiple(shard_transport, PIECE_ROWS=2, SUM_PIECE_ROWS=2):
         ours = results((matmul_reduce_scatter(x, weight, dim, world(), min_rows),), [x, weight])
     theirs = results((reduce_scatter(F.linear(x, weight), dim, world()),), [x, weight])
     return [relative_error(a, b) for a, b in zip(ours, theirs, strict=True)]

@@ -92,7 +92,7 @@ def test_lanes_of_buffers_compute_the_same(size: int) -> None:
             failures.append((rank, repr(error)))
 
     threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-    with patch.object(shard_transport, "PIECE_ROWS", 2), torch.no_grad():
+    with patch.multiple(shard_transport, PIECE_ROWS=2, SUM_PIECE_ROWS=2), torch.no_grad():
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -101,8 +101,9 @@ def test_lanes_of_buffers_compute_the_same(size: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 4095, 4096, 4097, 10_000, 100_001])
-def test_pieces_cover_a_shard_in_order(num_rows: int) -> None:
-    pieces = cut(num_rows)
+@pytest.mark.parametrize("of_sum", [False, True])
+def test_pieces_cover_a_shard_in_order(num_rows: int, of_sum: bool) -> None:
+    pieces = cut(num_rows, of_sum=of_sum)
     assert pieces[0].start == 0 and pieces[-1].stop == num_rows
     assert all(a.stop == b.start for a, b in pairwise(pieces))
     sizes = [piece.stop - piece.start for piece in pieces]
