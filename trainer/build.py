@@ -73,11 +73,18 @@ def _check_alignment(config: Config, mesh: Mesh) -> None:
     """Grouped GEMMs on GPUs read rows of whole 16 bytes: 8 numbers in bf16."""
     if mesh.device.type != "cuda" or DTYPES[config.precision.recipe][1] != torch.bfloat16:
         return
-    for key, value in (("model.dim", config.model.dim), ("model.moe.expert_dim", config.model.moe.expert_dim)):
-        if value % 8:
-            below = value // 8 * 8
+    # Ranks of etp share out the hidden units of each expert.
+    etp = mesh.config.etp
+    for key, value, unit in (
+        ("model.dim", config.model.dim, 8),
+        ("model.moe.expert_dim", config.model.moe.expert_dim, 8 * etp),
+    ):
+        if value % unit:
+            below = value // unit * unit
+            each = "" if unit == 8 else f" of each of parallel.etp={etp} ranks"
+            nearest = f"{below} or {below + unit}" if below else str(unit)
             raise ValueError(
-                f"{key}={value} must be a multiple of 8 for bf16 experts on GPUs; nearest: {below} or {below + 8}."
+                f"{key}={value} must be a multiple of {unit} for bf16 experts{each} on GPUs; nearest: {nearest}."
             )
 
 
