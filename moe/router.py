@@ -14,7 +14,7 @@ G expert groups.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -229,11 +229,27 @@ def _mask_other_groups(scores_TE: Tensor, config: MoEConfig) -> Tensor:
 def _combine_weights(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, config: MoEConfig) -> Tensor:
     if config.score_function == "softmax" and config.normalize_topk:
         # p_i / sum(p) over the chosen, from the logits: no division, and no 0 / 0 when the chosen scores underflow.
-        return torch.softmax(logits_TE.gather(1, ids_TK), dim=-1) * config.route_scale
+        chosen_TK = cast(Tensor, _Chosen.apply(logits_TE, ids_TK))  # pyright: ignore
+        return torch.softmax(chosen_TK, dim=-1) * config.route_scale
     weights_TK = scores_TE.gather(1, ids_TK)
     if config.normalize_topk:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + SIGMOID_EPS)
     return weights_TK * config.route_scale
+
+
+class _Chosen(torch.autograd.Function):
+    """logits[t, ids[t, k]], the ids of a row being different. `gather` would keep (T, E) for the sake of its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(ids_TK)
+        ctx.num_experts = logits_TE.shape[1]
+        return logits_TE.gather(1, ids_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (ids_TK,) = ctx.saved_tensors
+        return grads[0].new_zeros(ids_TK.shape[0], ctx.num_experts).scatter(1, ids_TK, grads[0]), None
 
 
 def _scores_are_used(config: MoEConfig) -> bool:

@@ -13,6 +13,7 @@ from moe import fused_experts as fused
 from moe import fused_launches, tiles
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
+from moe.layer import BalanceScale, MoE
 from moe.tiles import Tile
 
 BOUND = 1e-5
@@ -35,12 +36,14 @@ def choose(num_rows: int, config: MoEConfig, routing: str) -> Tensor:
     """(R, K) expert ids, some of them -1."""
     generator = torch.Generator().manual_seed(1)
     E, K = config.num_experts, config.top_k
-    if routing == "one":
-        return torch.full((num_rows, K), -1).index_fill_(1, torch.tensor([0]), E - 1)
+    if routing in ("one", "first"):
+        return torch.full((num_rows, K), -1).index_fill_(1, torch.tensor([0]), E - 1 if routing == "one" else 0)
     if routing == "none":
         return torch.full((num_rows, K), -1)
     power = 3.0 if routing == "zipf" else 0.0
     weights = torch.arange(1, E + 1).float() ** -power
+    if routing == "ends":
+        weights[[0, -1]] = 0
     ids = torch.stack([torch.multinomial(weights, K, generator=generator) for _ in range(num_rows)])
     return torch.where(torch.rand(ids.shape, generator=generator) < 0.2, -1, ids)
 
@@ -88,6 +91,9 @@ def results(
         pytest.param(5, 16, "none", {"linear_bias": True}, id="no_pairs"),
         pytest.param(1, 16, "uniform", {"num_experts": 1, "top_k": 1}, id="single"),
         pytest.param(4, 16, "uniform", {"num_experts": 16, "top_k": 16}, id="every_expert"),
+        pytest.param(3, 8, "uniform", {"num_experts": 256, "top_k": 16, "expert_dim": 8}, id="many_experts"),
+        pytest.param(33, 72, "first", {"expert_dim": 56}, id="first_expert"),
+        pytest.param(18, 104, "ends", {"expert_dim": 8}, id="first_and_last_idle"),
     ],
 )
 def test_equals_the_loop_over_experts(num_rows: int, dim: int, routing: str, options: dict) -> None:
@@ -125,6 +131,78 @@ def test_experts_without_pairs_get_gradients_of_exactly_zero() -> None:
     grads = results("fused", torch.float32, config, 16, ids_RK)
     for name in ("w_gate_up", "w_down"):
         assert bool((grads[name][:-1] == 0).all()) and bool((grads[name][-1] != 0).any()), name
+
+
+@pytest.mark.parametrize("routing", ["first", "ends"])
+def test_idle_experts_at_either_end_and_room_behind_the_last_pair(routing: str) -> None:
+    config = MoEConfig(num_experts=5, top_k=2, expert_dim=56)
+    ids_RK = choose(19, config, routing)
+    expected = results("fused", torch.float32, config, 72, ids_RK)
+    idle = [expert for expert in range(5) if not bool((ids_RK == expert).any())]
+    assert 4 in idle
+    for name, ours in results("fused", torch.float32, config, 72, ids_RK, room=40).items():
+        assert (ours - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+        assert not name.startswith("w_") or bool((ours[idle] == 0).all()), name
+
+
+def test_strided_inputs_are_as_good_as_copies_of_them() -> None:
+    """Rows and routing weights that are columns of something wider, starting anywhere; a gradient that is expanded."""
+    config = MoEConfig(num_experts=4, top_k=2, expert_dim=24, backend="fused")
+    layer, ids_RK = GroupedExperts(config, 16), choose(9, config, "uniform")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) / 4)
+    wide = torch.randn(9, 16 + 1 + 2 + 3, generator=torch.Generator().manual_seed(3))
+    found = []
+    for copied in (True, False):
+        rows, weights = wide[:, 1:17], wide[:, 18:20]
+        assert rows.storage_offset() == 1 and not rows.is_contiguous()
+        given = [(x.clone() if copied else x.detach()).requires_grad_() for x in (rows, weights)]
+        out = layer(given[0], ids_RK, given[1], int((ids_RK >= 0).sum()))
+        found.append([out.detach(), *torch.autograd.grad(out.sum(), [*given, *layer.parameters()])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_forward_keeps_is_rows_h_and_indices() -> None:
+    """The bound on saved bytes, of a whole layer: rows and h; beside them a few numbers of each pair."""
+    T, D, F, E, K = 24, 32, 40, 16, 3
+    layer = MoE(MoEConfig(num_experts=E, top_k=K, expert_dim=F, backend="fused"), D)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(generator=torch.Generator().manual_seed(1))
+    x = torch.randn(1, T, D, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = layer(x)[0]
+    out.sum().backward()
+    for parameter in layer.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    big = 4 * (T * D + 2 * T * K * F)
+    # Ids in int64, slots, weights of pairs and of the choice, a mask; offsets. Not 4 * T * E for all probabilities.
+    small = T * K * (8 + 4 + 4 + 4 + 1) + 4 * E
+    assert big <= sum(kept.values()) <= big + small, (sum(kept.values()) - big, small, list(kept.values()))
+
+
+def test_a_layer_compiles_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operator has a fake: router, sort, fused experts and their backward are one graph."""
+    layer = MoE(MoEConfig(num_experts=4, top_k=2, expert_dim=24, backend="fused", aux_loss=0.1), 16)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(generator=torch.Generator().manual_seed(1))
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(2))
+    found = []
+    for forward in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        out, stats = forward(leaf, scale=BalanceScale(12, 2, 1))
+        grads = torch.autograd.grad(out.square().sum() + stats.aux_loss, [leaf, *layer.parameters()])
+        found.append([out.detach(), *grads])
+    for ours, expected in zip(*reversed(found), strict=True):
+        assert (ours - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_the_same_bits_every_time() -> None:
