@@ -1,0 +1,115 @@
+"""The fused expert kernels on the card, with their own tiles, against the loop over experts in fp64.
+
+Descriptors cut blocks off where an expert's pairs end and where a row ends: here at places of all kinds. Memory that
+nobody has written is NaN. Bound 1e-2 as in test_moe_layer.py: bf16 rounding of h, a, y and their gradients.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.config import MoEConfig
+from moe.experts import GroupedExperts
+
+pytestmark = pytest.mark.gpu
+BOUND = 1e-2
+# Rows behind the last one, and room behind the last pair.
+SPARE_ROWS, SPARE_PAIRS = 37, 301
+
+
+@pytest.fixture(autouse=True)
+def _memory_starts_poisoned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def choose(num_rows: int, config: MoEConfig, routing: str) -> Tensor:
+    """(R, K) different expert ids of each row, some of them -1."""
+    E, K = config.num_experts, config.top_k
+    if routing in ("first", "last"):
+        return torch.full((num_rows, K), -1).index_fill_(1, torch.tensor([0]), 0 if routing == "first" else E - 1)
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.arange(1, E + 1).float() ** (-1.5 if routing == "zipf" else 0.0)
+    if routing == "ends_idle":
+        weights[[0, -1]] = 0
+    ids_RK = torch.stack([torch.multinomial(weights, K, generator=generator) for _ in range(num_rows)])
+    return torch.where(torch.rand(ids_RK.shape, generator=generator) < 0.1, -1, ids_RK)
+
+
+def results(backend: str, dtype: torch.dtype, config: MoEConfig, dim: int, ids_RK: Tensor, room: bool) -> list[Tensor]:
+    """Output and every gradient: of rows, routing weights and parameters, from the same bf16 numbers."""
+    generator, num_rows = torch.Generator().manual_seed(0), ids_RK.shape[0]
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).bfloat16().to("cuda", dtype)
+
+    layer = GroupedExperts(MoEConfig(**{**vars(config), "backend": backend}), dim).to("cuda", dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(draw(*parameter.shape, scale=parameter.shape[-1] ** -0.5))
+    rows, weights, upstream = draw(num_rows, dim), draw(*ids_RK.shape).abs(), draw(num_rows, dim)
+    leaves = [rows.requires_grad_(), weights.requires_grad_(), *layer.parameters()]
+    num_pairs, ids_RK = int((ids_RK >= 0).sum()), ids_RK.cuda()
+    if room:
+        behind = rows.new_full((SPARE_ROWS, dim), float("nan"))
+        ids_RK = torch.cat([ids_RK, ids_RK.new_full((SPARE_ROWS, ids_RK.shape[1]), -1)])
+        weights = torch.cat([weights, weights.new_zeros(SPARE_ROWS, weights.shape[1])])
+        rows, upstream = torch.cat([rows, behind]), torch.cat([upstream, behind])
+        num_pairs += SPARE_PAIRS
+    out = layer(rows, ids_RK, weights, num_pairs, exact=not room)
+    return [out[:num_rows].detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "dim", "hidden", "experts", "top_k", "routing"),
+    [
+        pytest.param(300, 128, 256, 8, 2, "uniform", id="whole_tiles"),
+        pytest.param(301, 136, 72, 5, 3, "zipf", id="no_width_of_a_tile"),
+        pytest.param(129, 2888, 1032, 3, 2, "uniform", id="one_more_than_tiles"),
+        pytest.param(1, 8, 8, 1, 1, "uniform", id="smallest"),
+        pytest.param(517, 264, 136, 256, 16, "zipf", id="many_experts"),
+        pytest.param(130, 104, 56, 6, 2, "first", id="first_alone"),
+        pytest.param(130, 104, 56, 6, 2, "last", id="last_alone"),
+        pytest.param(257, 64, 264, 7, 4, "ends_idle", id="ends_idle"),
+    ],
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"activation": "clamped_swiglu", "linear_bias": True}], ids=["plain", "biased"]
+)
+def test_equals_the_loop_over_experts(
+    num_rows: int, dim: int, hidden: int, experts: int, top_k: int, routing: str, options: dict, room: bool
+) -> None:
+    config = MoEConfig(num_experts=experts, top_k=top_k, expert_dim=hidden, **options)
+    ids_RK = choose(num_rows, config, routing)
+    ours = results("fused", torch.bfloat16, config, dim, ids_RK, room)
+    oracle = results("reference", torch.float64, config, dim, ids_RK, False)
+    names = ["out", "rows", "weights", "w_gate_up", "w_down", "b_gate_up", "b_down"]
+    idle = [expert for expert in range(experts) if not bool((ids_RK == expert).any())]
+    for name, a, b in zip(names[: len(ours)], ours, oracle, strict=True):
+        error = float((a.double() - b).norm() / b.norm())
+        assert error <= BOUND, (name, error)
+        assert name[:2] not in ("w_", "b_") or bool((a[idle] == 0).all()), name
+
+
+def test_the_copy_engine_touches_nothing_beside_its_block() -> None:
+    """Results of rows_kernel and of weight gradients, next to each other in memory, with guards around them."""
+    from moe.fused_launches import launch_rows, launch_weight_grad
+
+    P, inner, width, E = 333, 136, 264, 5
+    ends_E = torch.tensor([100, 100, 229, 230, 300], dtype=torch.int32, device="cuda")
+    a, w = torch.randn(P, inner, device="cuda").bfloat16(), torch.randn(E, width, inner, device="cuda").bfloat16()
+    guard = 512
+    for rows, launch in (
+        (P, lambda out: launch_rows("down", a, w, ends_E, out, False)),
+        (E * width, lambda out: launch_weight_grad(torch.ones(P, width, device="cuda").bfloat16(), a, ends_E, out)),
+    ):
+        columns = width if rows == P else inner
+        memory = torch.full((guard + rows * columns + guard,), 7.0, device="cuda", dtype=torch.bfloat16)
+        out = memory[guard : guard + rows * columns]
+        launch(out.view(P, width) if rows == P else out.view(E, width, inner))
+        written = 300 * width if rows == P else rows * columns
+        assert bool((memory[:guard] == 7).all()) and bool((memory[guard + written :] == 7).all())
