@@ -42,6 +42,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # pyright
 from comms.kernels.codec import RECORD_ALIGNMENT
 from comms.kernels.gather_sum import gather_sum
 from comms.nodes import NodeGroups
+from comms.operators import operator, register_fake
 from comms.payload import Payload, coded_like, decode, encode
 from comms.symmetric_exchange import DevicePlan, combine_rows, dispatch_rows
 
@@ -338,19 +339,19 @@ def _exchange(record: Tensor, send_counts: list[int], recv_counts: list[int], gr
 # Operators, so that activation checkpointing can see them and keep their results: a dispatch is never recomputed.
 
 
-@torch.library.custom_op("sluicegate::dispatch_records", mutates_args=())
+@operator("dispatch_records")
 def dispatch_records(record: Tensor, send_counts: list[int], recv_counts: list[int], group_name: str) -> Tensor:
     """Send byte records to the ranks that work on them; returns what this rank received, by source rank."""
     return _exchange(record, send_counts, recv_counts, group_name)
 
 
-@torch.library.custom_op("sluicegate::return_records", mutates_args=())
+@operator("return_records")
 def return_records(record: Tensor, send_counts: list[int], recv_counts: list[int], group_name: str) -> Tensor:
     """The way back of `dispatch_records`."""
     return _exchange(record, send_counts, recv_counts, group_name)
 
 
-@torch.library.custom_op("sluicegate::exchange_counts", mutates_args=())
+@operator("exchange_counts")
 def exchange_counts(send_N2: Tensor, group_name: str) -> Tensor:
     """Transpose a small table over the ranks: row n goes to rank n, and row m of the result came from rank m."""
     received = torch.empty_like(send_N2)
@@ -358,12 +359,12 @@ def exchange_counts(send_N2: Tensor, group_name: str) -> Tensor:
     return received
 
 
-@dispatch_records.register_fake  # pyright: ignore[reportUnknownMemberType]
-@return_records.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(dispatch_records)
+@register_fake(return_records)
 def _(record: Tensor, send_counts: list[int], recv_counts: list[int], group_name: str) -> Tensor:
     return record.new_empty(sum(recv_counts), record.shape[1])
 
 
-@exchange_counts.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(exchange_counts)
 def _(send_N2: Tensor, group_name: str) -> Tensor:
     return torch.empty_like(send_N2)

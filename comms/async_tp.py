@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from comms.collectives import gather_dim, reduce_scatter
 from comms.kernels.gather_sum import gather_sum
+from comms.operators import operator, register_fake
 from comms.peer_buffers import buffers_of
 from comms.shard_transport import Inbox, Messages, Transport
 
@@ -138,7 +139,7 @@ class _MatmulScatter(torch.autograd.Function):
 # ---- operators: what the compiler and activation checkpointing see. No result is memory that a peer may write.
 
 
-@torch.library.custom_op("sluicegate::gather_matmul", mutates_args=())
+@operator("gather_matmul")
 def gather_matmul(x_ORX: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
     """(O, C, Y) for each weight (Y, X)."""
     size = _size(group_name)
@@ -147,7 +148,7 @@ def gather_matmul(x_ORX: Tensor, weights: list[Tensor], group_name: str) -> list
         return _multiply_arrivals(inbox, size, x_ORX, [weight.t() for weight in weights])
 
 
-@torch.library.custom_op("sluicegate::gather_matmul_backward", mutates_args=())
+@operator("gather_matmul_backward")
 def gather_matmul_backward(
     grads: list[Tensor],
     x_ORX: Tensor,
@@ -172,14 +173,14 @@ def gather_matmul_backward(
     return found
 
 
-@torch.library.custom_op("sluicegate::matmul_scatter", mutates_args=())
+@operator("matmul_scatter")
 def matmul_scatter(x_OCX: Tensor, weight_YX: Tensor, group_name: str) -> Tensor:
     """(O, R, Y): this rank's rows of the sum over ranks."""
     transport = _transport(x_OCX, group_name)
     return _scatter_products(transport, [x_OCX.contiguous()], [weight_YX.t()], x_OCX)
 
 
-@torch.library.custom_op("sluicegate::matmul_scatter_backward", mutates_args=())
+@operator("matmul_scatter_backward")
 def matmul_scatter_backward(
     grad_ORY: Tensor,
     x_OCX: Tensor,
@@ -200,14 +201,14 @@ def matmul_scatter_backward(
     return found
 
 
-@gather_matmul.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(gather_matmul)
 def _(x_ORX: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
     outer, num_rows = x_ORX.shape[:2]
     num_rows = num_rows * _size(group_name)
     return [x_ORX.new_empty(outer, num_rows, weight.shape[0]) for weight in weights]
 
 
-@gather_matmul_backward.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(gather_matmul_backward)
 def _(
     grads: list[Tensor],
     x_ORX: Tensor,
@@ -220,13 +221,13 @@ def _(
     return [x_ORX.new_empty(like.shape if is_needed else (0,)) for like, is_needed in needed]
 
 
-@matmul_scatter.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(matmul_scatter)
 def _(x_OCX: Tensor, weight_YX: Tensor, group_name: str) -> Tensor:
     num_rows = x_OCX.shape[1] // _size(group_name)
     return x_OCX.new_empty(x_OCX.shape[0], num_rows, weight_YX.shape[0])
 
 
-@matmul_scatter_backward.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(matmul_scatter_backward)
 def _(
     grad_ORY: Tensor,
     x_OCX: Tensor,

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from comms.operators import operator
 from comms.payload import encode
 from comms.put_and_take import BESIDE_PUT, BESIDE_TAKE, Received, chunk_bound, chunk_ends, move_back, move_there
 from comms.symmetric_exchange import DISPATCH, tag_of
@@ -152,7 +153,7 @@ def departed(
     return found or depart(travel, x_TD, weights_TK, ids_TK, payload, beside=False)
 
 
-@torch.library.custom_op("sluicegate::start_dispatch", mutates_args=("state",))
+@operator("start_dispatch", mutates_args=("state",))
 def start_dispatch(
     state: Tensor,
     x_TD: Tensor,
@@ -169,20 +170,3 @@ def start_dispatch(
     """Send the first chunk, for the operator that asks with `departed`: something else can be computed until then."""
     travel = Travel(find_exchange(name), layer, Tables(index_NT, tokens_NT, routes, totals))
     _DEPARTED[name] = depart(travel, x_TD, weights_TK, ids_TK, payload, beside=True)
-
-
-@start_dispatch.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(
-    state: Tensor,
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    index_NT: Tensor,
-    tokens_NT: Tensor,
-    routes: Tensor,
-    totals: Tensor,
-    name: str,
-    layer: int,
-    payload: str,
-) -> None:
-    return None

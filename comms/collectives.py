@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_group_size_by_name, _resolve_process_group  # pyright: ignore
 
+from comms.operators import operator, register_fake
+
 
 def gather_dim(x: Tensor, dim: int, group_name: str) -> Tensor:
     """Every rank's `x`, concatenated along `dim` in rank order."""
@@ -92,7 +94,7 @@ def _wait(x: Tensor) -> Tensor:
 # Operators, so that activation checkpointing can see them and keep their results: nothing is sent twice.
 
 
-@torch.library.custom_op("sluicegate::sum_over_ranks", mutates_args=())
+@operator("sum_over_ranks")
 def sum_over_ranks(values: Tensor, group_name: str) -> Tensor:
     """Sum of a small tensor over the ranks of a group; no gradient."""
     total = values.clone()
@@ -100,18 +102,18 @@ def sum_over_ranks(values: Tensor, group_name: str) -> Tensor:
     return total
 
 
-@torch.library.custom_op("sluicegate::gather_over_ranks", mutates_args=())
+@operator("gather_over_ranks")
 def gather_over_ranks(part: Tensor, group_name: str, num_ranks: int) -> Tensor:
     """(num_ranks, *shape): every rank's tensor; no gradient."""
     assert num_ranks == _get_group_size_by_name(group_name)  # pyright: ignore
     return _gathered(part.unsqueeze(0), 0, group_name)
 
 
-@sum_over_ranks.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(sum_over_ranks)
 def _(values: Tensor, group_name: str) -> Tensor:
     return torch.empty_like(values)
 
 
-@gather_over_ranks.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(gather_over_ranks)
 def _(part: Tensor, group_name: str, num_ranks: int) -> Tensor:
     return part.new_empty(num_ranks, *part.shape)

@@ -27,11 +27,13 @@ from comms.kernels.routes import count_rows_kernel, counts_kernel, place_rows_ke
 from comms.payload import BLOCK
 from comms.symmetric_memory import Exchange
 
-# Bytes that are put and signalled at once, if the exchange does not say: enough that signals cost nothing, few enough
-# that little is left to take when the last piece has come.
-PIECE_BYTES = 2**16
+# Bytes that are put and signalled at once, if the exchange does not say: of many rows, enough that signals cost little;
+# of few (comms/kernels/pieces.py) no less than this, or programs would do nothing else.
+PIECE_BYTES, LEAST_PIECE_BYTES = 2**18, 2**16
+# Bytes that a program takes at once.
+PART_BYTES = 2**15
 # 16-byte words that a program moves at a time, numbers that it codes on the way, and words of side columns.
-MOVE_UNITS, CODED_NUMBERS, SIDE_WORDS = 2048, 16384, 1024
+MOVE_UNITS, CODED_NUMBERS, SIDE_WORDS = 4096, 16384, 1024
 # Tokens that a program waits for and adds up, numbers that it adds up at a time, and the widest part of a row in them.
 SUM_TOKENS, SUM_NUMBERS, SUM_COLUMNS = 8, 8192, 2048
 # Bytes that make one more program worth while, and the most programs that put if nobody asks for a number.
@@ -151,8 +153,8 @@ def move_there(
     row_words = record_bytes(width, BLOCK) // 4 if is_coded else rows.shape[1]
     _check_sizes(exchange, row_words, weight_words.shape[1] + num_ids)
     put = _put_programs(exchange, 4 * row_words * tokens_NT.numel(), beside)
-    piece_rows = _piece_rows(exchange, 4 * row_words)
-    take = _take_programs(exchange, put, -(-num_rows // piece_rows), beside)
+    part_rows = max(PART_BYTES // (4 * row_words), 1)
+    take = _take_programs(exchange, put, -(-num_rows // part_rows), beside)
     put, take = put * sides[0], take * sides[1]
     with _on(exchange):
         dispatch_kernel[(put + take,)](
@@ -160,7 +162,7 @@ def move_there(
             routes, totals, out_rows, words_of(out.weights_RK), out.ids_RK,
             exchange.rank, tag, exchange.limit, put, tokens_NT.shape[1], num_rows,
             exchange.layout.rows_at, exchange.layout.side_at,
-            **_channel(exchange, ROWS), PIECE_ROWS=piece_rows,
+            **_channel(exchange, ROWS), **_piece_rows(exchange, 4 * row_words), PART_ROWS=part_rows,
             WORDS=row_words, WEIGHT_WORDS=weight_words.shape[1], NUM_IDS=num_ids,
             WIDTH=width, CODE_BLOCK=BLOCK if is_coded else 0, NUMBERS=CODED_NUMBERS,
             VECTOR=16 // rows.element_size(), CAST=can_cast(x_TD),
@@ -205,7 +207,7 @@ def move_back(
             exchange.pointers, exchange.errors, exchange.state, words, side_words, index_NT, routes, out_TD, side_TK,
             exchange.rank, tag, exchange.limit, put, num_tokens, begin, end,
             exchange.layout.returns_at, exchange.layout.return_side_at,
-            **_channel(exchange, RETURNS), PIECE_ROWS=_piece_rows(exchange, 4 * row_words),
+            **_channel(exchange, RETURNS), **_piece_rows(exchange, 4 * row_words),
             WORDS=row_words, SIDE_WORDS=side_words.shape[1], SIDE_UNIT=math.gcd(side_words.shape[1], 4),
             WIDTH=width, COLUMNS=columns, CODE_BLOCK=BLOCK if is_coded else 0,
             SIDE_WIDTH=side_TK.shape[1], SIDE_COLUMNS=_power_of_2(max(side_TK.shape[1], 1)),
@@ -245,9 +247,10 @@ def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _piece_rows(exchange: Exchange, row_bytes: int) -> int:
-    """Rows of a piece, alike on every rank."""
-    return max((exchange.piece_bytes or PIECE_BYTES) // row_bytes, 1)
+def _piece_rows(exchange: Exchange, row_bytes: int) -> dict[str, int]:
+    """Rows of a piece, at most and at least; alike on every rank."""
+    most, least = exchange.piece_bytes or PIECE_BYTES, exchange.piece_bytes or LEAST_PIECE_BYTES
+    return {"PIECE_ROWS": max(most // row_bytes, 1), "LEAST_ROWS": max(least // row_bytes, 1)}
 
 
 def _put_programs(exchange: Exchange, num_bytes: int, beside: bool) -> int:

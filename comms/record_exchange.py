@@ -28,6 +28,7 @@ from torch import Tensor
 from comms.kernels.codec import record_bytes
 from comms.kernels.gather_sum import gather_sum
 from comms.kernels.records import make_routes, on_triton, pack_records, unpack_records
+from comms.operators import operator, register_fake
 from comms.payload import BLOCK, coded_like, decode, encode
 from comms.put_and_take import order_rows, words_of
 from comms.record_transport import NvshmemTransport, Transport, aligned_record
@@ -167,7 +168,7 @@ def plan_records(
 # Activation checkpointing keeps the results of the first two.
 
 
-@torch.library.custom_op("sluicegate::exchange_record_counts", mutates_args=("state",))
+@operator("exchange_record_counts", mutates_args=("state",))
 def exchange_record_counts(
     state: Tensor, ids_TK: Tensor, num_ranks: int, ids_per_rank: int, name: str, tag: int, item_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,7 +188,7 @@ def exchange_record_counts(
     return slots_NT.t().contiguous(), routes, totals
 
 
-@exchange_record_counts.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(exchange_record_counts)
 def _(
     state: Tensor, ids_TK: Tensor, num_ranks: int, ids_per_rank: int, name: str, tag: int, item_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,7 +209,7 @@ def number_rows(ids_TK: Tensor, num_ranks: int, ids_per_rank: int) -> tuple[Tens
     return index_NT.int(), torch.stack([goes_NT.sum(1), items_NT.sum(1)]).int()
 
 
-@torch.library.custom_op("sluicegate::record_dispatch", mutates_args=("state",))
+@operator("record_dispatch", mutates_args=("state",))
 def record_dispatch(
     state: Tensor,
     x_TD: Tensor,
@@ -239,7 +240,7 @@ def record_dispatch(
     )
 
 
-@record_dispatch.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(record_dispatch)
 def _(
     state: Tensor,
     x_TD: Tensor,
@@ -260,7 +261,7 @@ def _(
     )
 
 
-@torch.library.custom_op("sluicegate::record_combine", mutates_args=("state",))
+@operator("record_combine", mutates_args=("state",))
 def record_combine(
     state: Tensor,
     rows_RD: Tensor,
@@ -290,7 +291,7 @@ def record_combine(
     return gather_sum(returned, slots_TN), gather_sum(sides, slots_TN)
 
 
-@record_combine.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(record_combine)
 def _(
     state: Tensor,
     rows_RD: Tensor,

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comms.operators import operator, register_fake
 from comms.payload import Payload, encode
 from comms.put_and_take import Received, exchange_counts, move_back, move_there, order_rows
 from comms.symmetric_memory import Exchange, find_exchange
@@ -187,7 +188,7 @@ class _Combine(torch.autograd.Function):
 # Activation checkpointing keeps the results of the first two.
 
 
-@torch.library.custom_op("sluicegate::exchange_routes", mutates_args=("state",))
+@operator("exchange_routes", mutates_args=("state",))
 def exchange_routes(
     state: Tensor,
     ids_TK: Tensor,
@@ -205,7 +206,7 @@ def exchange_routes(
     return order.index_NT, order.tokens_NT, *exchange_counts(exchange, order.sent_C2N, tag, item_bound)
 
 
-@exchange_routes.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(exchange_routes)
 def _(
     state: Tensor,
     ids_TK: Tensor,
@@ -222,7 +223,7 @@ def _(
     return index_NT, tokens_NT, routes, totals
 
 
-@torch.library.custom_op("sluicegate::symmetric_dispatch", mutates_args=("state",))
+@operator("symmetric_dispatch", mutates_args=("state",))
 def symmetric_dispatch(
     state: Tensor,
     x_TD: Tensor,
@@ -251,7 +252,7 @@ def _received(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, row_bound: int) 
     )
 
 
-@symmetric_dispatch.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(symmetric_dispatch)
 def _(
     state: Tensor,
     x_TD: Tensor,
@@ -268,7 +269,7 @@ def _(
     return _received(x_TD, weights_TK, ids_TK, row_bound)
 
 
-@torch.library.custom_op("sluicegate::symmetric_combine", mutates_args=("state", "out_TD"))
+@operator("symmetric_combine", mutates_args=("state", "out_TD"))
 def symmetric_combine(
     state: Tensor,
     out_TD: Tensor,
@@ -288,7 +289,7 @@ def symmetric_combine(
     return side_TK
 
 
-@symmetric_combine.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(symmetric_combine)
 def _(
     state: Tensor,
     out_TD: Tensor,

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from comms.beside import Arrival, Tables, Travel, departed, start_dispatch
+from comms.operators import operator, register_fake
 from comms.payload import Payload
 from comms.put_and_take import Received
 from comms.symmetric_exchange import COMBINE, COMBINE_GRAD, DISPATCH, DISPATCH_GRAD, SymmetricPlan
@@ -112,7 +113,7 @@ class _ExchangedExperts(torch.autograd.Function):
         return None, d_x_TD, d_weights_TK, None, dw_gate_up_E2FD, dw_down_EDF, None, None
 
 
-@torch.library.custom_op("sluicegate::exchanged_experts_forward", mutates_args=("state",))
+@operator("exchanged_experts_forward", mutates_args=("state",))
 def exchanged_experts_forward(
     state: Tensor,
     x_TD: Tensor,
@@ -175,7 +176,7 @@ def _empty_pairs(ids_RK: Tensor, num_pairs: int, num_segments: int) -> ChunkedPa
     return ChunkedPairs(empty(num_pairs), weights_P, empty(*ids_RK.shape), empty(num_segments))
 
 
-@exchanged_experts_forward.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(exchanged_experts_forward)
 def _(
     state: Tensor,
     x_TD: Tensor,
@@ -204,7 +205,7 @@ def _(
     return y_TD, rows_RD, pairs.rows_P, pairs.weights_P, pairs.slots_RK, pairs.ends_S, h_PH
 
 
-@torch.library.custom_op("sluicegate::exchanged_experts_backward", mutates_args=("state",))
+@operator("exchanged_experts_backward", mutates_args=("state",))
 def exchanged_experts_backward(
     state: Tensor,
     dy_TD: Tensor,
@@ -277,7 +278,7 @@ def _no_side(rows_XD: Tensor) -> Received:
     return Received(rows_XD, rows_XD[:, :0], rows_XD.new_empty(rows_XD.shape[0], 0, dtype=torch.int64))
 
 
-@exchanged_experts_backward.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(exchanged_experts_backward)
 def _(
     state: Tensor,
     dy_TD: Tensor,

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from comms.kernels.e4m3 import can_cast
 from comms.kernels.gather_sum import gather_sum
+from comms.operators import operator, register_fake
 from moe.fused_launches import (
     ACT_COLUMNS,
     ACT_ROWS,
@@ -144,7 +145,7 @@ class _FusedExperts(torch.autograd.Function):
         return d_rows_RD, d_weights_RK, dw_gate_up_E2FD, dw_down_EDF, db_gate_up_E2F, db_down_ED, None, None
 
 
-@torch.library.custom_op("sluicegate::experts_up", mutates_args=())
+@operator("experts_up")
 def up(
     rows_RD: Tensor,
     rows_P: Tensor,
@@ -161,7 +162,7 @@ def up(
     return h_PH, a_PF
 
 
-@up.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(up)
 def _(
     rows_RD: Tensor,
     rows_P: Tensor,
@@ -175,29 +176,29 @@ def _(
     return rows_RD.new_empty(P, 2 * F), rows_RD.new_empty(P, F)
 
 
-@torch.library.custom_op("sluicegate::experts_down", mutates_args=())
+@operator("experts_down")
 def down(a_PF: Tensor, w_EDF: Tensor, b_ED: Tensor | None, weights_P: Tensor, offsets_E: Tensor) -> Tensor:
     """(P, D): W[e] a[p] + w[p] b[e]."""
     return _rows_times("down", a_PF, w_EDF, offsets_E, False, b_ED, weights_P)
 
 
-@down.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(down)
 def _(a_PF: Tensor, w_EDF: Tensor, b_ED: Tensor | None, weights_P: Tensor, offsets_E: Tensor) -> Tensor:
     return a_PF.new_empty(a_PF.shape[0], w_EDF.shape[1])
 
 
-@torch.library.custom_op("sluicegate::experts_up_grad", mutates_args=())
+@operator("experts_up_grad")
 def up_grad(dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
     """(P, D): W[e]^T dh[p]."""
     return _rows_times("up_grad", dh_PH, w_E2FD.flatten(1, 2), offsets_E, True)
 
 
-@up_grad.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(up_grad)
 def _(dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
     return dh_PH.new_empty(dh_PH.shape[0], w_E2FD.shape[3])
 
 
-@torch.library.custom_op("sluicegate::experts_coded_act", mutates_args=())
+@operator("experts_coded_act")
 def coded_act(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """w[p] * act(h[p]), rounded to bf16 and then to e4m3 (P, F), and its scales for 1 x 128 (P, ceil(F / 128))."""
     P, F = h_PH.shape[0], h_PH.shape[1] // 2
@@ -210,7 +211,7 @@ def coded_act(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: st
     return values_PF, scales_PS
 
 
-@coded_act.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(coded_act)
 def _(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return _empty_coded(h_PH, h_PH.shape[1] // 2)
 
@@ -220,7 +221,7 @@ def _empty_coded(like_PX: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return values, like_PX.new_empty(like_PX.shape[0], -(-width // 128), dtype=torch.uint8)
 
 
-@torch.library.custom_op("sluicegate::experts_act_grad_", mutates_args=("da_PF",))
+@operator("experts_act_grad_", mutates_args=("da_PF",))
 def act_grad_(
     da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
@@ -228,14 +229,14 @@ def act_grad_(
     return _act_grad(da_PF, h_PH, weights_P, offsets_E, activation, None)
 
 
-@act_grad_.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(act_grad_)
 def _(
     da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(h_PH), h_PH.new_empty(h_PH.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("sluicegate::experts_coded_act_grad_", mutates_args=("da_PF",))
+@operator("experts_coded_act_grad_", mutates_args=("da_PF",))
 def coded_act_grad_(
     da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -245,7 +246,7 @@ def coded_act_grad_(
     return *found, values_PH, scales_PS
 
 
-@coded_act_grad_.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(coded_act_grad_)
 def _(
     da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -270,13 +271,13 @@ def _act_grad(
     return dh_PH, dots_P
 
 
-@torch.library.custom_op("sluicegate::experts_down_grad", mutates_args=())
+@operator("experts_down_grad")
 def down_grad(dout_PD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
     """da (P, F): W[e]^T dout[p]."""
     return _rows_times("act_grad", dout_PD, w_EDF, offsets_E, True)
 
 
-@down_grad.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(down_grad)
 def _(dout_PD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
     return dout_PD.new_empty(dout_PD.shape[0], w_EDF.shape[2])
 
@@ -290,7 +291,7 @@ def act_grad(
     return dh_PH, a_PF, dots_P
 
 
-@torch.library.custom_op("sluicegate::experts_weight_grad", mutates_args=())
+@operator("experts_weight_grad")
 def weight_grad(left_PM: Tensor, right_PN: Tensor, offsets_E: Tensor) -> Tensor:
     """(E, M, N): the sum over each expert's pairs of left[p] right[p]^T; exactly zero for an expert without pairs."""
     out_EMN = left_PM.new_empty(offsets_E.shape[0], left_PM.shape[1], right_PN.shape[1])
@@ -298,7 +299,7 @@ def weight_grad(left_PM: Tensor, right_PN: Tensor, offsets_E: Tensor) -> Tensor:
     return out_EMN
 
 
-@weight_grad.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(weight_grad)
 def _(left_PM: Tensor, right_PN: Tensor, offsets_E: Tensor) -> Tensor:
     return left_PM.new_empty(offsets_E.shape[0], left_PM.shape[1], right_PN.shape[1])
 

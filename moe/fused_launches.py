@@ -18,6 +18,7 @@ from typing import Any
 
 import triton
 from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from comms.kernels.e4m3 import can_cast
@@ -59,8 +60,9 @@ def launch_rows(
     a_desc = TensorDescriptor.from_tensor(a_PI, [tile.m, tile.k])
     block = [tile.k, tile.n] if transposed else [tile.n, tile.k]
     b_desc = TensorDescriptor.from_tensor(w_E.view(-1, w_E.shape[2]), block)
+    out_desc = create_ragged_descriptor(out_PO, [tile.m, tile.n])
     rows_kernel[num_programs(a_PI, spare)](
-        a_desc, b_desc, bias_EO, weights_P, ends_S, out_PO, inner, width, E, chunk * E,
+        a_desc, b_desc, bias_EO, weights_P, ends_S, out_desc, inner, width, E, chunk * E,
         EXPERTS=triton.next_power_of_2(E), HAS_BIAS=bias_EO is not None, TRANSPOSED=transposed,
         EVEN_K=inner % tile.k == 0, **_launch(a_PI, tile, spare),
     )  # fmt: skip
@@ -95,10 +97,11 @@ def launch_weight_grad(
     if left_PM.shape[0] == 0:
         out_EMN.zero_()
         return
-    left_desc = TensorDescriptor.from_tensor(left_PM, [tile.k, tile.m])
-    right_desc = TensorDescriptor.from_tensor(right_PN, [tile.k, tile.n])
+    left_desc = create_ragged_descriptor(left_PM, [tile.k, tile.m])
+    right_desc = create_ragged_descriptor(right_PN, [tile.k, tile.n])
+    out_desc = TensorDescriptor.from_tensor(out_EMN, [1, tile.m, tile.n])
     weight_grad_kernel[num_programs(left_PM, spare)](
-        left_desc, right_desc, left_PM, right_PN, ends_S, out_EMN, M, N, E,
+        left_desc, right_desc, ends_S, out_desc, M, N, E,
         CHUNKS=ends_S.shape[0] // E, **_launch(left_PM, tile, spare),
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from comms.operators import operator, register_fake
 from comms.split_sequence import SplitSequence
 from moe.config import MoEConfig
 from moe.kernels.choose import stable_topk
@@ -102,7 +103,7 @@ def route(
     return Routing(kept_ids_TK, weights_TK, scores_TE, logits_TE, dropped, chosen_ids_TK)
 
 
-@torch.library.custom_op("sluicegate::keep_choice", mutates_args=())
+@operator("keep_choice")
 def keep_choice(ids_TK: Tensor) -> Tensor:
     """The ids themselves, as an operator that activation checkpointing can recognise and keep.
 
@@ -111,7 +112,7 @@ def keep_choice(ids_TK: Tensor) -> Tensor:
     return ids_TK.clone()
 
 
-@keep_choice.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(keep_choice)
 def _(ids_TK: Tensor) -> Tensor:
     return torch.empty_like(ids_TK)
 
@@ -146,7 +147,7 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
 
 
-@torch.library.custom_op("sluicegate::wide_linear_grad", mutates_args=())
+@operator("wide_linear_grad")
 def wide_linear_grad(d_logits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
     """dx and dW in bf16. The gradient of the logits enters as two bf16 numbers, which hold 16 bits of it."""
     high_TE = d_logits_TE.bfloat16()
@@ -161,7 +162,7 @@ def _(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=torch.float32)
 
 
-@wide_linear_grad.register_fake  # pyright: ignore[reportUnknownMemberType]
+@register_fake(wide_linear_grad)
 def _(d_logits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x_TD), torch.empty_like(weight_ED)
 

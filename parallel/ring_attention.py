@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore
 
+from comms.operators import operator, register_fake
 from parallel.block_attention import Rule, Tile, accumulation_dtype, attend, attend_backward, choose_kernel
 
 # A visiting block: the rank it belongs to, its keys and its values.
@@ -217,7 +218,7 @@ def _(q_BLHD: Tensor, _k: Tensor, v_BLGV: Tensor, *_rest: Any) -> tuple[Tensor, 
     return q_BLHD.new_empty((B, L, H, v_BLGV.size(-1))), lse_BHL
 
 
-@torch.library.custom_op("sluicegate::ring_attention_backward", mutates_args=())
+@operator("ring_attention_backward")
 def _ring_attention_backward(
     grad_BLHV: Tensor,
     q_BLHD: Tensor,
@@ -250,7 +251,7 @@ def _ring_attention_backward(
     return tuple(torch.empty_like(x).copy_(dx) for x, dx in ((q_BLHD, dq_BLHD), (k_BLGD, dk_BLGD), (v_BLGV, dv_BLGV)))  # type: ignore[return-value]
 
 
-@_ring_attention_backward.register_fake
+@register_fake(_ring_attention_backward)
 def _(_grad: Tensor, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q_BLHD), torch.empty_like(k_BLGD), torch.empty_like(v_BLGV)
 

@@ -5,7 +5,7 @@
     python scripts/bench_ep.py --shapes gpt-oss-20b --payload mxfp8 --pair-capacity 1.5
     python scripts/bench_ep.py --backends nvshmem,collective        NVSHMEM: not beside symm_mem in one run
     python scripts/bench_ep.py --experts fused,fp8_blockwise        a recipe of low precision beside bf16
-    python scripts/bench_ep.py --experts fused --chunks 2           rows travel while experts compute
+    python scripts/bench_ep.py --experts fused --chunks 1,2,4       rows travel while experts compute
     python scripts/bench_ep.py --nproc 8 --etp 2                    EP=4, each expert cut over 2 ranks (parallel.etp)
     python scripts/bench_ep.py --dry-run                            tiny sizes on 2 CPU processes, by collectives
 
@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -108,7 +108,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backends", help=f"default: {','.join(DEFAULT_BACKENDS)}; collective in a dry run")
     parser.add_argument("--experts", help=f"default: {','.join(EXPERTS)}; grouped_mm in a dry run")
     parser.add_argument("--payload", default="model", choices=("model", "mxfp8"), help="of rows and gradients alike")
-    parser.add_argument("--chunks", type=int, default=1, help="comms.chunks of symm_mem; default: %(default)s")
+    parser.add_argument("--chunks", default="1", help="comms.chunks of symm_mem, some in turn; default: %(default)s")
     parser.add_argument("--capacity", type=float, help="comms.capacity; default: the most that can come")
     parser.add_argument("--pair-capacity", type=float, help="model.moe.pair_capacity; default: the same")
     parser.add_argument("--num-ctas", type=int, help="thread blocks that put; default: by size")
@@ -138,7 +138,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--dry-run has no GPUs: only --backends collective --experts grouped_mm")
     if {"symm_mem", "nvshmem"} <= set(arguments.backends):
         parser.error("--backends: symm_mem and nvshmem want symmetric memory of two kinds, and a process has one")
-    if arguments.chunks < 1 or (arguments.chunks > 1 and arguments.experts != ["fused"]):
+    try:
+        arguments.chunks = [int(chunks) for chunks in arguments.chunks.split(",")]
+    except ValueError as error:
+        parser.error(f"--chunks are numbers divided by commas ({error})")
+    if min(arguments.chunks) < 1 or (max(arguments.chunks) > 1 and arguments.experts != ["fused"]):
         parser.error("--chunks must be positive; more than one need --experts fused")
     return arguments
 
@@ -175,6 +179,15 @@ def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str
 # ---- one rank
 
 
+class LayerSide(NamedTuple):
+    """A layer, by which backends, and in how many chunks: several numbers of chunks share a layer."""
+
+    backend: str
+    experts: str
+    chunks: int
+    layer: MoE
+
+
 def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """{shape and routing: entry}, alike on every rank."""
     ep, etp = dist.get_world_size() // arguments.etp, arguments.etp
@@ -184,7 +197,6 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
         for entry in measure_shape(shape_of(name, arguments), arguments, mesh):
             shared = f" etp={etp}" if etp > 1 else ""
             key = f"{name} {entry['routing']} ep={ep}{shared} {arguments.payload}"
-            key += f" chunks={arguments.chunks}" if arguments.chunks > 1 else ""
             entries[key] = {"shape": name, **entry}
             if dist.get_rank() == 0:
                 # As it comes: should the rest fail, this is known.
@@ -202,12 +214,16 @@ def measure_shape(shape: Shape, arguments: argparse.Namespace, mesh: Mesh) -> li
     if arguments.tune and "fused" in arguments.experts:
         pairs, hidden = shape.tokens * shape.top_k * mesh.config.etp, shape.hidden // mesh.config.etp
         tune(pairs, shape.experts // mesh.config.ep, shape.dim, hidden, mesh.device)
-    layers: dict[tuple[str, str], MoE] = {}
+    layers: dict[str, LayerSide] = {}
     for backend in arguments.backends:
         comms = comms_of(backend, arguments)
         bound = None if backend == "collective" else arguments.pair_capacity
         built = build_layers(problems[0], arguments.experts, comms, bound, mesh, not arguments.eager)
-        layers |= {(backend, experts): layer for experts, layer in built.items()}
+        for chunks in arguments.chunks if backend == "symm_mem" else [1]:
+            cut = f" chunks={chunks}" if chunks > 1 else ""
+            layers |= {
+                f"{backend} {name}{cut}": LayerSide(backend, name, chunks, layer) for name, layer in built.items()
+            }
     entries = [measure_layers(layers, problem, arguments, mesh) for problem in problems]
     for entry, routing in zip(entries, arguments.routing, strict=True):
         entry.update(routing=routing, **shape._asdict())
@@ -222,32 +238,32 @@ def comms_of(backend: str, arguments: argparse.Namespace) -> CommsConfig:
     payload = PayloadConfig(**{field.name: arguments.payload for field in fields(PayloadConfig)})
     capacity, chunks = None if backend == "collective" else arguments.capacity, 1
     if backend == "symm_mem":
-        chunks = arguments.chunks
+        chunks = max(arguments.chunks)
     return CommsConfig(backend, payload, capacity, chunks, arguments.num_ctas)
 
 
 def measure_layers(
-    layers: dict[tuple[str, str], MoE], problem: Problem, arguments: argparse.Namespace, mesh: Mesh
+    layers: dict[str, LayerSide], problem: Problem, arguments: argparse.Namespace, mesh: Mesh
 ) -> dict[str, Any]:
     """Figures of every layer with one problem."""
     share, exact = received(problem, mesh), reference(problem, mesh)
-    own = {experts: layer for (_, experts), layer in layers.items()}
+    own = {side.experts: side.layer for side in layers.values()}
     times_alone = {
         experts: time_work(alone(layer, problem, share), mesh.device, arguments.rounds)
         for experts, layer in own.items()
     }
     sides: dict[str, Any] = {}
-    for (backend, experts), layer in layers.items():
-        side = side_of(layer)
+    for name, (backend, experts, chunks, layer) in layers.items():
+        side, layer.chunks = side_of(layer), chunks
         found = speeds(problem.shape, time_work(layer_work(layer, problem), mesh.device, arguments.rounds))
         found |= exposed(found, times_alone[experts])
-        found |= {name: over_ranks(value) for name, value in memory(side, problem).items()}
+        found |= {figure: over_ranks(value) for figure, value in memory(side, problem).items()}
         arena = None if layer.exchange is None else layer.exchange.layout.num_bytes / 2**30
         found |= {"arena_gib": arena, "syncs": over_ranks(syncs(side, problem))}
         found["errors"] = errors(layer, problem, exact)
         found["error"] = max(found["errors"].values())
         check_ran(layer, backend)
-        sides[f"{backend} {experts}"] = found
+        sides[name] = found
     return {"sides": sides, "alone": times_alone, **load_of(share)}
 
 
@@ -324,12 +340,12 @@ def table(entry: dict[str, Any]) -> str:
     lines = [
         f"{entry['shape']} {entry['routing']}, TFLOP/s per GPU; rows {entry['rows_by_rank']}, "
         f"pairs {entry['pairs_by_rank']}",
-        f"{'':22}" + "".join(f"{heading:>10}" for heading in COLUMNS.values()),
+        f"{'':30}" + "".join(f"{heading:>10}" for heading in COLUMNS.values()),
     ]
     for side, found in entry["sides"].items():
-        lines.append(f"{side:22}" + "".join(f"{_cell(found[key]):>10}" for key in COLUMNS))
+        lines.append(f"{side:30}" + "".join(f"{_cell(found[key]):>10}" for key in COLUMNS))
     for experts, found in entry["alone"].items():
-        lines.append(f"{'without exchange: ' + experts:32}{found['fwd_ms']:.3f} / {found['fwd_bwd_ms']:.3f} ms")
+        lines.append(f"{'without exchange: ' + experts:40}{found['fwd_ms']:.3f} / {found['fwd_bwd_ms']:.3f} ms")
     return "\n".join(lines)
 
 

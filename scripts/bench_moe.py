@@ -7,9 +7,10 @@
     python scripts/bench_moe.py --dry-run                              tiny sizes on the CPU
 
 A layer is router, sort, experts and sum (scripts/moe_sides.py), in bf16, compiled; ours as the trainer compiles it.
-Every round runs each side a few times in a row, forward and forward with backward; a time is the median over rounds,
-`bwd` their difference. TFLOP/s count 6 T K D F forward and 12 T K D F backward. `ratio` is a side's forward with
-backward over that of `torch`.
+Every round runs each side a few times in a row, forward and forward with backward, queued behind a pause in which the
+host gets ahead, as it is in a training step; a time is the median over rounds, `bwd` their difference. TFLOP/s count
+6 T K D F forward and 12 T K D F backward. `ratio` is a side's forward with backward over that of `torch`, `host` the
+milliseconds that the host takes to launch them.
 
 Memory is of one step beyond tokens, weights and the gradient of the output: `peak` at most, `saved` what forward keeps
 for backward, x included and the output not. Its bound is 2 (T D + 2 T K F) bytes, indices not counted. `syncs` are
@@ -60,8 +61,13 @@ from scripts.moe_sides import (
     results,
     step,
 )
+from trainer.garbage import collected_together
 
 REPEATS = 3
+# Clock cycles of the device for which the host may run ahead: about 8 milliseconds.
+HEAD_START = 15_000_000
+# Steps between collections of garbage.
+NEVER = 10**9
 # Tokens of the comparison with fp32.
 CHECKED_TOKENS = 2048
 # Calls that make the host wait for the device.
@@ -203,11 +209,17 @@ def build_sides(problem: Problem, arguments: argparse.Namespace) -> tuple[dict[s
 
 def measure_sides(sides: dict[str, Side], problem: Problem, rounds: int) -> dict[str, dict[str, Any]]:
     """{name: figures}."""
-    times, errors = time_sides(sides, problem, rounds), errors_of(sides, problem)
+    release(problem.x_TD.device)
+    # As in a training step.
+    with collected_together(NEVER):
+        times = time_sides(sides, problem, rounds)
+        host = {name: host_milliseconds(side, problem) for name, side in sides.items()}
+    errors = errors_of(sides, problem)
     figures: dict[str, dict[str, Any]] = {}
     for name, side in sides.items():
         figures[name] = {**speeds(problem.shape, times[name]), **memory(side, problem), "syncs": syncs(side, problem)}
-        figures[name] |= {"error": max(errors[name].values()), "errors": errors[name]}
+        figures[name] |= {"host_ms": host[name], "error": max(errors[name].values())}
+        figures[name]["errors"] = errors[name]
     if "torch" in figures:
         for found in figures.values():
             found["ratio"] = found["fwd_bwd_tflops"] / figures["torch"]["fwd_bwd_tflops"]
@@ -247,12 +259,27 @@ def milliseconds(work: Callable[[], Any], cuda: bool) -> float:
         work()
         return (time.perf_counter() - start) * 1e3
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(HEAD_START)
     begin.record()
     for _ in range(REPEATS):
         work()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / REPEATS
+
+
+def host_milliseconds(side: Side, problem: Problem) -> float | None:
+    """How long the host takes for one step, which the device works off later; None without a GPU."""
+    if not problem.x_TD.is_cuda:
+        return None
+    leaf, times = problem.x_TD.detach().requires_grad_(), []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step(side, leaf, problem.grad_TD)
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
 
 
 def speeds(shape: Shape, times: list[tuple[float, float]]) -> dict[str, float]:
@@ -355,17 +382,18 @@ def table(name: str, result: dict[str, Any]) -> str:
     lines = [
         f"{name}: load {result['load_max_over_mean']:.2f} x mean, saved >= {result['saved_bound_gib']:.2f} GiB, "
         f"{result['card']}, torch {result['torch']}, {result['commit'][:12]}",
-        f"{'':12}{'fwd':>7}{'bwd':>7}{'f+b':>7}{'ratio':>8}{'peak':>8}{'saved':>8}{'syncs':>7}{'error':>10}",
+        f"{'':14}{'fwd':>7}{'bwd':>7}{'f+b':>7}{'ratio':>8}{'peak':>8}{'saved':>8}{'syncs':>7}{'host':>7}{'error':>10}",
     ]
     for side, found in result["sides"].items():
         calls = found.get("first_call_seconds", {})
         lines.append(
-            f"{side:12}{found['fwd_tflops']:>7.0f}{found['bwd_tflops']:>7.0f}{found['fwd_bwd_tflops']:>7.0f}"
+            f"{side:14}{found['fwd_tflops']:>7.0f}{found['bwd_tflops']:>7.0f}{found['fwd_bwd_tflops']:>7.0f}"
             f"{_number(found.get('ratio'), '.3f'):>8}{_number(found['peak_gib'], '.2f'):>8}"
-            f"{_number(found['saved_gib'], '.2f'):>8}{_number(found['syncs'], 'd'):>7}{found['error']:>10.1e}  "
+            f"{_number(found['saved_gib'], '.2f'):>8}{_number(found['syncs'], 'd'):>7}"
+            f"{_number(found['host_ms'], '.1f'):>7}{found['error']:>10.1e}  "
             + ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in calls.items())
         )
-    lines += [f"{side:12}absent: {reason}" for side, reason in result["absent"].items()]
+    lines += [f"{side:14}absent: {reason}" for side, reason in result["absent"].items()]
     for kernel, found in result.get("kernels", {}).items():
         lines.append(f"  {kernel:18}{found['ms']:>9.3f} ms{found['rate']:>8.0f} {found['unit']}")
     return "\n".join(lines)

@@ -59,6 +59,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "train.seq_len": _POSITIVE,
     "train.log_every": _POSITIVE,
     "train.eval_every": _COUNT,
+    "train.gc_every": _COUNT,
     "model.vocab_size": _POSITIVE,
     "model.dim": _POSITIVE,
     "model.num_layers": _POSITIVE,

@@ -38,6 +38,9 @@ class TrainConfig:
     eval_every: int | None = 0
     # Only evaluate the checkpoint named by checkpoint.resume or checkpoint.init_from, then stop.
     eval_only: bool = False
+    # All ranks collect Python's garbage together after the second step and then after every so many, and only then; 0
+    # leaves it to Python, which stops ranks one by one in the middle of steps.
+    gc_every: int = 50
     # Text continued and printed at the end of the run; null means no sample.
     sample_prompt: str | None = None
 

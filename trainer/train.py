@@ -31,6 +31,7 @@ from trainer.compose import config_from_command_line, exit_with_mistake
 from trainer.config import Config
 from trainer.data import build_eval_sets, build_train_loader
 from trainer.evaluate import EvalResult, evaluate
+from trainer.garbage import Garbage, collected_together
 from trainer.generate import generate
 from trainer.guard import FAILED, NonFinitePolicy, RoomCheck, StopSignal
 from trainer.hf_config import HF_PREFIX
@@ -257,12 +258,26 @@ class Trainer:
         # So that the run can be used without its data. Not before a resumed run has found its data unchanged.
         self.peers.from_rank0(lambda: self.tokenizer.save(self.folder.path / "tokenizer"))
         metrics.begin(self.step)
+        with collected_together(config.train.gc_every) as garbage:
+            if not self.take_steps(garbage):
+                return "preempted"
+        self.check_room()
+        self.checkpointer.wait()
+        if config.checkpoint.export_hf:
+            self.export()
+        self.show_result()
+        return "finished"
+
+    def take_steps(self, garbage: Garbage) -> bool:
+        """All steps that are left; False where a signal stopped them, after the checkpoint was saved."""
+        config, metrics = self.config, self.metrics
         while self.step < self.total_steps:
             result, lr = self.train_one_step()
             last = self.step == self.total_steps
             results = self.evaluate() if self.is_due(config.train.eval_every, last) else {}
             if last or results or self.step % config.train.log_every == 0:
                 metrics.log(self.step, result, lr, results)
+            garbage.after_step()
             signal = self.stop.agree(self.checkpointer.failed)
             if signal == FAILED:
                 self.checkpointer.wait()
@@ -274,13 +289,8 @@ class Trainer:
                 same = f"the same command with run.id={config.run.id}"
                 metrics.say(f"{signal}: saved step {self.step} and stopped; {same} continues the run")
                 self.checkpointer.wait()
-                return "preempted"
-        self.check_room()
-        self.checkpointer.wait()
-        if config.checkpoint.export_hf:
-            self.export()
-        self.show_result()
-        return "finished"
+                return False
+        return True
 
     def train_one_step(self) -> tuple[StepResult, float]:
         """One optimizer step: its figures, and the learning rate it used."""

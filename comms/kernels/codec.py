@@ -37,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from comms.kernels.e4m3 import absolute, can_cast, decode, encode, scale_byte
+from comms.operators import operator, register_fake
 
 RECORD_ALIGNMENT = 16
 # Elements of one program, and the widest part of a row in it.
@@ -68,7 +69,7 @@ def unpack_rows(record_RB: Tensor, width: int, dtype: torch.dtype, block: int = 
     return dequantize(values_RD, scales_RS, 1, block, dtype)
 
 
-@torch.library.custom_op("sluicegate::pack_rows_", mutates_args=("record_RB",))
+@operator("pack_rows_", mutates_args=("record_RB",))
 def pack_rows_(record_RB: Tensor, x_RD: Tensor, block: int) -> None:
     """Write the records of x into record_RB, which may be columns of a wider buffer. No autograd."""
     width = x_RD.shape[1]
@@ -85,7 +86,7 @@ def pack_rows_(record_RB: Tensor, x_RD: Tensor, block: int) -> None:
     record_RB.zero_()
 
 
-@torch.library.custom_op("sluicegate::quantize", mutates_args=())
+@operator("quantize")
 def quantize(x: Tensor, row_block: int, block: int, transposed: bool = False) -> tuple[Tensor, Tensor]:
     """Code bf16 or fp32 matrices in blocks of row_block (1 or 128) rows x block (32 or 128) columns. No autograd.
 
@@ -107,7 +108,7 @@ def quantize(x: Tensor, row_block: int, block: int, transposed: bool = False) ->
     return values, scales
 
 
-@quantize.register_fake
+@register_fake(quantize)
 def _(x: Tensor, row_block: int, block: int, transposed: bool = False) -> tuple[Tensor, Tensor]:
     return _empty_coded(x, row_block, block, transposed)
 
@@ -119,7 +120,7 @@ def _empty_coded(x: Tensor, row_block: int, block: int, transposed: bool = False
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=torch.uint8)
 
 
-@torch.library.custom_op("sluicegate::dequantize", mutates_args=())
+@operator("dequantize")
 def dequantize(values: Tensor, scales: Tensor, row_block: int, block: int, dtype: torch.dtype) -> Tensor:
     """values * 2^(scales - 127) in bf16 or fp32, rounded once to nearest even. No autograd.
 
@@ -135,7 +136,7 @@ def dequantize(values: Tensor, scales: Tensor, row_block: int, block: int, dtype
     return out
 
 
-@dequantize.register_fake
+@register_fake(dequantize)
 def _(values: Tensor, scales: Tensor, row_block: int, block: int, dtype: torch.dtype) -> Tensor:
     return values.new_empty(values.shape, dtype=dtype)
 

@@ -31,6 +31,7 @@ from comms.kernels.pieces import (
     move,
     move_coded,
     num_turns,
+    parts_per_piece,
     records_at,
     route_of,
     rows_per_piece,
@@ -46,7 +47,7 @@ def dispatch_kernel(
     pointers, errors, state, rows, weights, ids, tokens, routes, totals, out_rows, out_weights, out_ids,
     me, tag, limit, num_put, num_tokens, row_bound, rows_at, side_at,
     FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
-    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr, PART_ROWS: tl.constexpr,
     WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, NUM_IDS: tl.constexpr,
     WIDTH: tl.constexpr, CODE_BLOCK: tl.constexpr, NUMBERS: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
     BLOCK: tl.constexpr, SIDE_BLOCK: tl.constexpr, CLOCK: tl.constexpr, JITTER: tl.constexpr, FILL: tl.constexpr,
@@ -64,15 +65,15 @@ def dispatch_kernel(
             _put_there(
                 pointers, errors, rows, weights, ids, tokens, routes, program, num_put, epoch,
                 me, tag, limit, num_tokens, rows_at, side_at,
-                FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, WORDS, WEIGHT_WORDS, NUM_IDS,
+                FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, LEAST_ROWS, WORDS, WEIGHT_WORDS, NUM_IDS,
                 WIDTH, CODE_BLOCK, NUMBERS, VECTOR, CAST, BLOCK, SIDE_BLOCK, CLOCK, JITTER,
             )  # fmt: skip
     else:
         taker, takers = program - num_put, num_programs - num_put
         own_tokens = tokens + me * num_tokens + route_of(routes, me, me, 3, NUM_RANKS)
         own_count, own_first = route_of(routes, me, me, 0, NUM_RANKS), route_of(routes, me, me, 1, NUM_RANKS)
-        for begin in range(taker * PIECE_ROWS, own_count, takers * PIECE_ROWS):
-            num_rows = tl.minimum(own_count - begin, PIECE_ROWS)
+        for begin in range(taker * PART_ROWS, own_count, takers * PART_ROWS):
+            num_rows = tl.minimum(own_count - begin, PART_ROWS)
             place = (own_first + begin).to(tl.int64)
             if CODE_BLOCK > 0:
                 move_coded(
@@ -94,7 +95,7 @@ def dispatch_kernel(
             _take_there(
                 pointers, errors, routes, out_rows, out_weights, out_ids, taker, takers, epoch,
                 me, tag, limit, rows_at, side_at,
-                FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, WORDS, WEIGHT_WORDS, NUM_IDS,
+                FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, LEAST_ROWS, PART_ROWS, WORDS, WEIGHT_WORDS, NUM_IDS,
                 WIDTH, CODE_BLOCK, NUMBERS, VECTOR, CAST, BLOCK, SIDE_BLOCK, CLOCK,
             )  # fmt: skip
     if num_put < num_programs:
@@ -106,19 +107,19 @@ def _put_there(
     pointers, errors, rows, weights, ids, tokens, routes, program, programs, epoch,
     me, tag, limit, num_tokens, rows_at, side_at,
     FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
-    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr,
     WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, NUM_IDS: tl.constexpr,
     WIDTH: tl.constexpr, CODE_BLOCK: tl.constexpr, NUMBERS: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
     BLOCK: tl.constexpr, SIDE_BLOCK: tl.constexpr, CLOCK: tl.constexpr, JITTER: tl.constexpr,
 ):  # fmt: skip
     """This program's turns of the put."""
     SIDE: tl.constexpr = WEIGHT_WORDS + NUM_IDS
-    turns = num_turns(routes, me, True, NUM_RANKS, PIECE_ROWS, PIECES)
+    turns = num_turns(routes, me, True, NUM_RANKS, PIECE_ROWS, LEAST_ROWS, PIECES, 0)
     wait_for_room(pointers, errors, me, tag, epoch, limit, FLAGS_AT, FAILED_AT, NUM_RANKS, CLOCK)
     for turn in range(program, turns, programs):
         piece, rank = turn // (NUM_RANKS - 1), (me + 1 + turn % (NUM_RANKS - 1)) % NUM_RANKS
         count = route_of(routes, me, rank, 0, NUM_RANKS)
-        per_piece = rows_per_piece(count, PIECE_ROWS, PIECES)
+        per_piece = rows_per_piece(count, PIECE_ROWS, LEAST_ROWS, PIECES)
         begin = piece * per_piece
         # The first piece may be empty: whoever receives nothing learns it too.
         if (begin < count) | (piece == 0):
@@ -180,24 +181,28 @@ def _take_there(
     pointers, errors, routes, out_rows, out_weights, out_ids, taker, takers, epoch,
     me, tag, limit, rows_at, side_at,
     FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
-    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr, PART_ROWS: tl.constexpr,
     WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, NUM_IDS: tl.constexpr,
     WIDTH: tl.constexpr, CODE_BLOCK: tl.constexpr, NUMBERS: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
     BLOCK: tl.constexpr, SIDE_BLOCK: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """This program's turns of the take: each waits for one piece and copies it out of the arena."""
+    """This program's turns of the take: each waits for one piece and copies a part of it out of the arena."""
     SIDE: tl.constexpr = WEIGHT_WORDS + NUM_IDS
     base = tl.load(pointers + me)
-    for turn in range(taker, num_turns(routes, me, False, NUM_RANKS, PIECE_ROWS, PIECES), takers):
+    turns = num_turns(routes, me, False, NUM_RANKS, PIECE_ROWS, LEAST_ROWS, PIECES, PART_ROWS)
+    for turn in range(taker, turns, takers):
         # Whoever has me as the n-th neighbour comes n-th.
-        piece, rank = turn // (NUM_RANKS - 1), (me + NUM_RANKS - 1 - turn % (NUM_RANKS - 1)) % NUM_RANKS
+        nth, rank = turn // (NUM_RANKS - 1), (me + NUM_RANKS - 1 - turn % (NUM_RANKS - 1)) % NUM_RANKS
         count = route_of(routes, rank, me, 0, NUM_RANKS)
-        per_piece = rows_per_piece(count, PIECE_ROWS, PIECES)
-        begin = piece * per_piece
-        if (begin < count) | (piece == 0):
+        per_piece = rows_per_piece(count, PIECE_ROWS, LEAST_ROWS, PIECES)
+        parts = parts_per_piece(per_piece, PART_ROWS)
+        piece = nth // parts
+        begin = piece * per_piece + nth % parts * PART_ROWS
+        end = tl.minimum((piece + 1) * per_piece, count)
+        if (begin < end) | (nth == 0):
             word = ready_at(rank, piece, FLAGS_AT, NUM_RANKS, PIECES)
             wait(pointers, errors, me, rank, word, FAILED_AT, tag, epoch, limit, True, CLOCK)
-            num_rows = tl.minimum(count - begin, per_piece)
+            num_rows = tl.minimum(end - begin, PART_ROWS)
             place = (route_of(routes, rank, me, 1, NUM_RANKS) + begin).to(tl.int64)
             if CODE_BLOCK > 0:
                 move_coded(
@@ -227,7 +232,7 @@ def combine_kernel(
     pointers, errors, state, rows, side, index, routes, out, out_side,
     me, tag, limit, num_put, num_tokens, begin, end, rows_at, side_at,
     FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
-    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr,
     WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_UNIT: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SIDE_WIDTH: tl.constexpr, SIDE_COLUMNS: tl.constexpr,
     CODE_BLOCK: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -243,7 +248,8 @@ def combine_kernel(
         if NUM_RANKS > 1:
             _put_back(
                 pointers, errors, rows, side, routes, program, num_put, epoch, me, tag, limit, rows_at, side_at,
-                FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, WORDS, SIDE_WORDS, SIDE_UNIT, BLOCK, CLOCK, JITTER,
+                FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, LEAST_ROWS,
+                WORDS, SIDE_WORDS, SIDE_UNIT, BLOCK, CLOCK, JITTER,
             )  # fmt: skip
     else:
         taker, takers = program - num_put, num_programs - num_put
@@ -257,7 +263,7 @@ def combine_kernel(
         for first in range(begin + taker * TOKENS, end, takers * TOKENS):
             _wait_for_tokens(
                 pointers, errors, index, routes, first, epoch, me, tag, limit, num_tokens, end,
-                FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, TOKENS, CLOCK,
+                FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, LEAST_ROWS, TOKENS, CLOCK,
             )  # fmt: skip
             for tile in range(first, tl.minimum(first + TOKENS, end), TILE):
                 _sum(
@@ -277,17 +283,17 @@ def combine_kernel(
 def _put_back(
     pointers, errors, rows, side, routes, program, programs, epoch, me, tag, limit, rows_at, side_at,
     FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
-    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr,
     WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_UNIT: tl.constexpr,
     BLOCK: tl.constexpr, CLOCK: tl.constexpr, JITTER: tl.constexpr,
 ):  # fmt: skip
     """This program's turns: each received row (or what became of it) to its place among those that its sender sent."""
-    turns = num_turns(routes, me, False, NUM_RANKS, PIECE_ROWS, PIECES)
+    turns = num_turns(routes, me, False, NUM_RANKS, PIECE_ROWS, LEAST_ROWS, PIECES, 0)
     wait_for_room(pointers, errors, me, tag, epoch, limit, FLAGS_AT, FAILED_AT, NUM_RANKS, CLOCK)
     for turn in range(program, turns, programs):
         piece, rank = turn // (NUM_RANKS - 1), (me + 1 + turn % (NUM_RANKS - 1)) % NUM_RANKS
         count = route_of(routes, rank, me, 0, NUM_RANKS)
-        per_piece = rows_per_piece(count, PIECE_ROWS, PIECES)
+        per_piece = rows_per_piece(count, PIECE_ROWS, LEAST_ROWS, PIECES)
         begin = piece * per_piece
         if (begin < count) | (piece == 0):
             if JITTER > 0:
@@ -316,7 +322,7 @@ def _nth_row(index, routes, me, rank, token, num_tokens, end, NUM_RANKS: tl.cons
 def _wait_for_tokens(
     pointers, errors, index, routes, first, epoch, me, tag, limit, num_tokens, end,
     FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr,
-    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, TOKENS: tl.constexpr, CLOCK: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr, TOKENS: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Until every piece with a row of these tokens has come back. Rows come back in the order of tokens."""
     token = first + tl.arange(0, TOKENS)
@@ -326,7 +332,7 @@ def _wait_for_tokens(
         last = tl.max(nth, axis=0)
         if last >= 0:
             earliest = tl.min(tl.where(nth >= 0, nth, last), axis=0)
-            per_piece = rows_per_piece(route_of(routes, me, rank, 0, NUM_RANKS), PIECE_ROWS, PIECES)
+            per_piece = rows_per_piece(route_of(routes, me, rank, 0, NUM_RANKS), PIECE_ROWS, LEAST_ROWS, PIECES)
             for piece in range(earliest // per_piece, last // per_piece + 1):
                 word = ready_at(rank, piece, FLAGS_AT, NUM_RANKS, PIECES)
                 wait(pointers, errors, me, rank, word, FAILED_AT, tag, epoch, limit, True, CLOCK)

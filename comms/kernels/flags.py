@@ -73,19 +73,29 @@ def _report(pointers, errors, me, failed_at, code, tag, epoch, peer, seen):
 
 
 @triton.jit
+def _of_first_thread(value):
+    """A number that threads may read differently, as the first one has it: they are to leave a loop together."""
+    return tl.sum(tl.where(tl.arange(0, 1024) == 0, value, 0), axis=0)
+
+
+@triton.jit
 def wait(pointers, errors, me, peer, word, failed_at, tag, epoch, limit, CHECK_TAG: tl.constexpr, CLOCK: tl.constexpr):
     """Until the own flag that `peer` writes has reached the epoch. One thread polls, the program sees the result."""
-    flag = word_of(pointers, me, word)
-    limit = tl.where(tl.load(word_of(pointers, me, failed_at)) == 0, limit, 0).to(tl.int64)
+    flag, failed = word_of(pointers, me, word), word_of(pointers, me, failed_at)
+    if CLOCK:
+        limit = limit.to(tl.int64)
+    else:
+        limit = tl.where(tl.load(failed) == 0, limit, 0).to(tl.int64)
     # Adding nothing, because a load cannot acquire.
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    waited = limit * 0
-    if CLOCK:
-        start = globaltimer()
+    waited, start = limit * 0, limit * 0
     while ((seen >> 16) < epoch) & (waited < limit):
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         if CLOCK:
-            waited = globaltimer() - start
+            # Who gave up before has spent everybody's time.
+            now = _of_first_thread(tl.where(tl.load(failed, volatile=True) == 0, globaltimer(), -1))
+            start = tl.where(start == 0, now, start)
+            waited = tl.where(now < 0, limit, now - start)
         else:
             waited += 1
     if (seen >> 16) < epoch:

@@ -19,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from comms.operators import operator, register_fake
 
-@torch.library.custom_op("sluicegate::gather_sum", mutates_args=())
+
+@operator("gather_sum")
 def gather_sum(rows_SD: Tensor, slots_TN: Tensor) -> Tensor:
     """out_TD[t] = sum_n rows_SD[slots_TN[t, n]], skipping slots of -1. No autograd: callers state their backward."""
     rows_SD = rows_SD.contiguous()
@@ -29,7 +31,7 @@ def gather_sum(rows_SD: Tensor, slots_TN: Tensor) -> Tensor:
     return gather_sum_reference(rows_SD, slots_TN)
 
 
-@gather_sum.register_fake
+@register_fake(gather_sum)
 def _(rows_SD: Tensor, slots_TN: Tensor) -> Tensor:
     return rows_SD.new_empty(slots_TN.shape[0], rows_SD.shape[1])
 

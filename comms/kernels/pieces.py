@@ -2,7 +2,8 @@
 
 What m sends n is cut into pieces of equally many rows. They go out in turns, the first one to every rank (the next
 neighbour first), then the second one to every rank; a take looks for them in the order in which they come. Turns are
-dealt over programs.
+dealt over programs. A signal costs the program that gives it more than a microsecond, so pieces are large; what has
+come is taken in smaller parts, or the last piece would keep one program long after the others.
 
 Moves are of 16 bytes per thread and several of them at a time, over the flat words of a piece: rows of a piece lie one
 behind the other at the receiver, and only the source is gathered.
@@ -22,6 +23,9 @@ from triton.language.extra.cuda import globaltimer
 
 from comms.kernels.e4m3 import absolute, decode, encode, scale_byte
 
+# Pieces that rows are cut into, if they are so few that these are small.
+FEW_PIECES = tl.constexpr(64)
+
 
 @triton.jit
 def route_of(routes, sender, receiver, PART: tl.constexpr, NUM_RANKS: tl.constexpr):
@@ -30,24 +34,41 @@ def route_of(routes, sender, receiver, PART: tl.constexpr, NUM_RANKS: tl.constex
 
 
 @triton.jit
-def rows_per_piece(count, PIECE_ROWS: tl.constexpr, PIECES: tl.constexpr):
-    """Rows of each piece but the last one, where so many go from one rank to another: more, if pieces would be many."""
-    return tl.maximum(tl.cdiv(count, PIECES), PIECE_ROWS)
+def rows_per_piece(count, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr, PIECES: tl.constexpr):
+    """Rows of each piece but the last one, where so many go from one rank to another.
+
+    PIECE_ROWS of many, and fewer of few, so that every program has some; more, if there were more than PIECES.
+    """
+    rows = tl.minimum(tl.maximum(tl.cdiv(count, FEW_PIECES), LEAST_ROWS), PIECE_ROWS)
+    return tl.maximum(tl.cdiv(count, PIECES), rows)
+
+
+@triton.jit
+def parts_per_piece(per_piece, PART_ROWS: tl.constexpr):
+    """Parts of a piece, which different programs take: what came last is taken by several."""
+    return tl.cdiv(per_piece, PART_ROWS)
 
 
 @triton.jit
 def num_turns(
-    routes, me, FROM_ME: tl.constexpr, NUM_RANKS: tl.constexpr, PIECE_ROWS: tl.constexpr, PIECES: tl.constexpr
-):
-    """Turns with all other ranks: over the routes that begin here, or those that end here."""
+    routes, me, FROM_ME: tl.constexpr, NUM_RANKS: tl.constexpr,
+    PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr, PIECES: tl.constexpr, PART_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Turns with all other ranks: over the routes that begin here, or those that end here.
+
+    PART_ROWS > 0: a turn is of a part of a piece.
+    """
     most = 1
     for rank in range(NUM_RANKS):
         if FROM_ME:
             count = route_of(routes, me, rank, 0, NUM_RANKS)
         else:
             count = route_of(routes, rank, me, 0, NUM_RANKS)
-        pieces = tl.cdiv(count, rows_per_piece(count, PIECE_ROWS, PIECES))
-        most = tl.maximum(most, tl.where(rank == me, 1, pieces))
+        per_piece = rows_per_piece(count, PIECE_ROWS, LEAST_ROWS, PIECES)
+        turns = tl.cdiv(count, per_piece)
+        if PART_ROWS > 0:
+            turns *= parts_per_piece(per_piece, PART_ROWS)
+        most = tl.maximum(most, tl.where(rank == me, 1, turns))
     return most * (NUM_RANKS - 1)
 
 

@@ -22,11 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from comms.operators import operator, register_fake
+
 # Numbers of one program of `stable_topk`, ids of one of `count_ids`.
 NUMBERS, IDS = 1024, 1024
 
 
-@torch.library.custom_op("sluicegate::stable_topk", mutates_args=())
+@operator("stable_topk")
 def stable_topk(scores_TE: Tensor, k: int) -> Tensor:
     """(T, K) int64: indices of the k largest, the lowest index first among equals. No autograd."""
     if not (_on_triton(scores_TE) and scores_TE.dtype == torch.float32):
@@ -43,12 +45,12 @@ def stable_topk(scores_TE: Tensor, k: int) -> Tensor:
     return ids_TK
 
 
-@stable_topk.register_fake
+@register_fake(stable_topk)
 def _empty_choice(scores_TE: Tensor, k: int) -> Tensor:
     return scores_TE.new_empty(scores_TE.shape[0], k, dtype=torch.int64)
 
 
-@torch.library.custom_op("sluicegate::count_ids", mutates_args=())
+@operator("count_ids")
 def count_ids(ids: Tensor, num_experts: int) -> Tensor:
     """(E,) int64: how often each id occurs; negative ids count nowhere. Does not wait for the device."""
     if not _on_triton(ids) or ids.numel() == 0:
@@ -67,7 +69,7 @@ def count_ids(ids: Tensor, num_experts: int) -> Tensor:
     return counts.sum(0)
 
 
-@count_ids.register_fake
+@register_fake(count_ids)
 def _(ids: Tensor, num_experts: int) -> Tensor:
     return ids.new_empty(num_experts, dtype=torch.int64)
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from comms.operators import operator, register_fake
 from moe.kernels.fused_experts import _schedule, _tile
 
 BLOCK = 128
@@ -29,7 +30,7 @@ BLOCK = 128
 TILE_M, WARPS, STAGES, GROUP = 128, 8, 3, 8
 
 
-@torch.library.custom_op("sluicegate::fp8_rows_gemm", mutates_args=())
+@operator("fp8_rows_gemm")
 def fp8_rows_gemm(
     values_PI: Tensor, scales_PK: Tensor, weights_EOI: Tensor, weight_scales_EBK: Tensor, offsets_E: Tensor
 ) -> Tensor:
@@ -60,7 +61,7 @@ def fp8_rows_gemm(
     return out_PO
 
 
-@fp8_rows_gemm.register_fake
+@register_fake(fp8_rows_gemm)
 def _(
     values_PI: Tensor, scales_PK: Tensor, weights_EOI: Tensor, weight_scales_EBK: Tensor, offsets_E: Tensor
 ) -> Tensor:

@@ -13,6 +13,10 @@ Every product is persistent: as many programs as multiprocessors, each taking ev
 rows a tile has, a program works out from `offsets` in registers, so that nothing is asked of the host. Sums run in fp32
 without atomics: results do not depend on scheduling.
 
+Pairs of an expert begin and end anywhere. Some descriptors are ragged (triton.tools.ragged_tma): with them the copy
+engine itself cuts a block off behind the expert's last pair, where it writes nothing and reads zeros. So a block goes
+out while the next tile is multiplied, and no loop has a special last turn.
+
 A launch works on the pairs of one chunk of rows. Chunks follow each other: `offsets` has all experts of the first, then
 those of the second, and `first_segment` is where this chunk's experts begin in it. weight_grad alone goes over all
 chunks, so that a sum is rounded once.
@@ -29,6 +33,7 @@ Shape suffixes: R rows, P pairs, D model dim, F hidden units of one expert, H = 
 
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import load_ragged, to_ragged_indices
 
 from comms.kernels.e4m3 import absolute, encode, scale_byte
 
@@ -158,7 +163,7 @@ def up_kernel(
 
 @triton.jit(do_not_specialize=["first_segment"])
 def rows_kernel(
-    a_desc, b_desc, bias, weights, offsets, out,
+    a_desc, b_desc, bias, weights, offsets, out_desc,
     inner, width, num_experts, first_segment,
     PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -186,15 +191,16 @@ def rows_kernel(
             else:
                 b = b_desc.load([expert * width + n * BLOCK_N, k]).T
             total = tl.dot(block, b, total, input_precision=PRECISION)
-        pair = first + tl.arange(0, BLOCK_M)
-        valid = pair < start + count
-        column = n * BLOCK_N + tl.arange(0, BLOCK_N)
         if HAS_BIAS:
-            weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)
+            pair = first + tl.arange(0, BLOCK_M)
+            column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+            weight = tl.load(weights + pair, mask=pair < start + count, other=0.0).to(tl.float32)
             row_of_bias = tl.load(bias + expert * width + column, mask=column < width, other=0.0).to(tl.float32)
             total += weight[:, None] * row_of_bias[None, :]
-        pointers = out + pair.to(tl.int64)[:, None] * width + column[None, :]
-        tl.store(pointers, total.to(out.dtype.element_ty), mask=valid[:, None] & (column < width)[None, :])
+        # What triton.tools.ragged_tma.store_ragged does, which Triton's interpreter refuses.
+        beyond, end, row = to_ragged_indices(start, count, m * BLOCK_M)
+        block_out = tl.reshape(total.to(out_desc.dtype), [1, 1, BLOCK_M, BLOCK_N])
+        out_desc.store([beyond, end, row, n * BLOCK_N], block_out)
 
 
 @triton.jit
@@ -275,7 +281,7 @@ def act_grad_kernel(
 
 @triton.jit
 def weight_grad_kernel(
-    left_desc, right_desc, left, right, offsets, out,
+    left_desc, right_desc, offsets, out_desc,
     left_width, right_width, num_experts,
     PROGRAMS: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
@@ -290,27 +296,15 @@ def weight_grad_kernel(
         group = tl.minimum(tiles_m - first_m, GROUP)
         m = first_m + place % (GROUP * tiles_n) % group
         n = place % (GROUP * tiles_n) // group
-        left_column = m * BLOCK_M + tl.arange(0, BLOCK_M)
-        right_column = n * BLOCK_N + tl.arange(0, BLOCK_N)
         total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for chunk in tl.static_range(CHUNKS):
             segment = chunk * num_experts + expert
             start = tl.load(offsets + segment - 1, mask=segment > 0, other=0)
-            end = tl.load(offsets + segment)
-            whole = (end - start) // BLOCK_K * BLOCK_K
-            for first in range(start, start + whole, BLOCK_K):
-                left_block = left_desc.load([first, m * BLOCK_M])
-                right_block = right_desc.load([first, n * BLOCK_N])
+            count = tl.load(offsets + segment) - start
+            for first in range(0, count, BLOCK_K):
+                # Both are zero behind the expert's last pair: what stands there may be anything.
+                left_block = load_ragged(left_desc, start, count, [first, m * BLOCK_M])
+                right_block = load_ragged(right_desc, start, count, [first, n * BLOCK_N])
                 total = tl.dot(left_block.T, right_block, total, input_precision=PRECISION)
-            if start + whole < end:
-                # The last block is cut off at the expert's end on both sides: what follows may be anything.
-                pair = start + whole + tl.arange(0, BLOCK_K)
-                here = (pair < end)[:, None]
-                left_at = pair.to(tl.int64)[:, None] * left_width + left_column[None, :]
-                right_at = pair.to(tl.int64)[:, None] * right_width + right_column[None, :]
-                left_block = tl.load(left + left_at, mask=here & (left_column < left_width)[None, :], other=0.0)
-                right_block = tl.load(right + right_at, mask=here & (right_column < right_width)[None, :], other=0.0)
-                total = tl.dot(left_block.T, right_block, total, input_precision=PRECISION)
-        at = (expert.to(tl.int64) * left_width + left_column)[:, None] * right_width + right_column[None, :]
-        inside = (left_column < left_width)[:, None] & (right_column < right_width)[None, :]
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        block_out = tl.reshape(total.to(out_desc.dtype), [1, BLOCK_M, BLOCK_N])
+        out_desc.store([expert, m * BLOCK_M, n * BLOCK_N], block_out)

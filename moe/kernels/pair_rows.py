@@ -26,13 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from comms.operators import operator, register_fake
+
 # Most columns of one program of an expansion: two vectors of 16 bytes for each of 128 threads, in 16-bit types.
 COLUMNS = 2048
 # Numbers of one program of `gather_sums`.
 NUMBERS = 256
 
 
-@torch.library.custom_op("sluicegate::expand_rows", mutates_args=())
+@operator("expand_rows")
 def expand_rows(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
     """x_PD[slots_RK[r, k]] = x_RD[r], skipping slots of -1. No autograd: callers state their backward.
 
@@ -53,7 +55,7 @@ def expand_rows(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
     return out_PD
 
 
-@expand_rows.register_fake
+@register_fake(expand_rows)
 def _(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
     return x_RD.new_empty(num_pairs, x_RD.shape[1])
 
@@ -65,7 +67,7 @@ def expand_rows_reference(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Ten
     return x_RD[rows_P]
 
 
-@torch.library.custom_op("sluicegate::gather_rows", mutates_args=())
+@operator("gather_rows")
 def gather_rows(x_RD: Tensor, rows_P: Tensor) -> Tensor:
     """x_PD[p] = x_RD[rows_P[p]]. No autograd: callers state their backward."""
     x_RD = x_RD.contiguous()
@@ -84,12 +86,12 @@ def gather_rows(x_RD: Tensor, rows_P: Tensor) -> Tensor:
     return out_PD
 
 
-@gather_rows.register_fake
+@register_fake(gather_rows)
 def _(x_RD: Tensor, rows_P: Tensor) -> Tensor:
     return x_RD.new_empty(rows_P.shape[0], x_RD.shape[1])
 
 
-@torch.library.custom_op("sluicegate::gather_sums", mutates_args=())
+@operator("gather_sums")
 def gather_sums(values_PV: Tensor, index_N: Tensor) -> Tensor:
     """sums_N[n] = sum over v of values_PV[index_N[n], v] in fp32, 0 where the index is -1. No autograd."""
     if not _on_triton(values_PV):
@@ -106,7 +108,7 @@ def gather_sums(values_PV: Tensor, index_N: Tensor) -> Tensor:
     return out_N
 
 
-@gather_sums.register_fake
+@register_fake(gather_sums)
 def _(values_PV: Tensor, index_N: Tensor) -> Tensor:
     return torch.empty(index_N.shape, dtype=torch.float32, device=values_PV.device)
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from comms.kernels.codec import quantize_reference, word_view
 from comms.kernels.e4m3 import absolute, can_cast, encode, scale_byte
+from comms.operators import operator, register_fake
 
 BLOCK = 32
 # A program's tile: blocks of places, groups of GROUP_COLUMNS columns, warps; and how many tiles of the same columns are
@@ -44,7 +45,7 @@ def num_places(num_pairs: int, num_experts: int, align: int) -> int:
     return (num_pairs + min(num_experts, num_pairs) * (align - 1)) // align * align
 
 
-@torch.library.custom_op("sluicegate::pad_groups", mutates_args=())
+@operator("pad_groups")
 def pad_groups(indices_P: Tensor, offsets_E: Tensor, align: int) -> tuple[Tensor, Tensor]:
     """Lay groups out in multiples of `align` places.
 
@@ -71,7 +72,7 @@ def pad_groups(indices_P: Tensor, offsets_E: Tensor, align: int) -> tuple[Tensor
     return places_Q, padded_E
 
 
-@pad_groups.register_fake
+@register_fake(pad_groups)
 def _empty_places(indices_P: Tensor, offsets_E: Tensor, align: int) -> tuple[Tensor, Tensor]:
     size = num_places(indices_P.shape[0], offsets_E.shape[0], align)
     return indices_P.new_empty(size, dtype=torch.int32), torch.empty_like(offsets_E, dtype=torch.int32)
@@ -94,7 +95,7 @@ def pad_groups_reference(indices_P: Tensor, offsets_E: Tensor, align: int) -> tu
     return torch.where(taken_Q, rows_Q, -1).to(torch.int32), padded_E
 
 
-@torch.library.custom_op("sluicegate::quantize_columns", mutates_args=())
+@operator("quantize_columns")
 def quantize_columns(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor]:
     """MXFP8 of the transpose of the gathered rows. No autograd.
 
@@ -112,7 +113,7 @@ def quantize_columns(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor
     return outputs
 
 
-@quantize_columns.register_fake
+@register_fake(quantize_columns)
 def _empty_columns(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor]:
     width, size = x.shape[-1], x.shape[-2] if places_Q is None else places_Q.shape[0]
     _check(x, places_Q, size)
@@ -120,7 +121,7 @@ def _empty_columns(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor]:
     return values, x.new_empty(*x.shape[:-2], width, size // BLOCK, dtype=torch.uint8)
 
 
-@torch.library.custom_op("sluicegate::quantize_both", mutates_args=())
+@operator("quantize_both")
 def quantize_both(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """MXFP8 of the gathered rows, and of their transpose as `quantize_columns` has it; x is read once. No autograd.
 
@@ -135,7 +136,7 @@ def quantize_both(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor, T
     return outputs
 
 
-@quantize_both.register_fake
+@register_fake(quantize_both)
 def _empty_both(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     columns, column_scales = _empty_columns(x, places_Q)
     *matrices, width, size = columns.shape

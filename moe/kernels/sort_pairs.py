@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from comms.operators import operator, register_fake
+
 BLOCK = 1024
 # Blocks that `scan` takes at a time.
 SCAN = 1024
@@ -58,7 +60,7 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, num_pairs: int) -> Pairs:
     return Pairs(*_sort_pairs(ids_RK, num_experts, num_pairs))
 
 
-@torch.library.custom_op("sluicegate::sort_pairs", mutates_args=())
+@operator("sort_pairs")
 def _sort_pairs(ids_RK: Tensor, num_experts: int, num_pairs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not (ids_RK.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return sort_pairs_reference(ids_RK, num_experts, num_pairs)
@@ -71,7 +73,7 @@ def _sort_pairs(ids_RK: Tensor, num_experts: int, num_pairs: int) -> tuple[Tenso
     return tables
 
 
-@_sort_pairs.register_fake
+@register_fake(_sort_pairs)
 def _empty_tables(ids_RK: Tensor, num_experts: int, num_pairs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def empty(*shape: int) -> Tensor:
         return ids_RK.new_empty(shape, dtype=torch.int32)

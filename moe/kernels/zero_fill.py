@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from comms.operators import operator
+
 BLOCK = 4096
 
 
-@torch.library.custom_op("sluicegate::zero_empty_groups_", mutates_args=("matrices_EOI",))
+@operator("zero_empty_groups_", mutates_args=("matrices_EOI",))
 def zero_empty_groups_(matrices_EOI: Tensor, offsets_E: Tensor) -> None:
     """Zero matrices[e], in place, wherever offsets[e] equals the offset before it."""
     if not matrices_EOI.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":

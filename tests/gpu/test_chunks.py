@@ -156,8 +156,8 @@ def rows_travel_while_experts_compute(device: torch.device) -> None:
             layer(x)[0].sum().backward()
             torch.cuda.synchronize()
         kernels = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
-        travels = [event.time_range for event in kernels if any(name in event.name for name in COMMUNICATION)]
-        products = [event.time_range for event in kernels if any(name in event.name for name in PRODUCTS)]
+        travels = [event.time_range for event in kernels if event.name.startswith(COMMUNICATION)]
+        products = [event.time_range for event in kernels if event.name.startswith(PRODUCTS)]
         assert len(travels) == 4 * chunks and len(products) == 4 * chunks + 2, (len(travels), len(products))
         beside = [
             travel for travel in travels

@@ -4,7 +4,10 @@ Rows are moved and sums keep the collective backend's order, so whatever both co
 check runs on both ranks with an arena of its own; what it raised is the test's failure.
 """
 
+import os
 import random
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from comms.all_to_all import combine, dispatch, plan_dispatch
@@ -22,6 +26,7 @@ from comms.symmetric_exchange import COMBINE, DISPATCH, PLAN, SymmetricPlan, pla
 from comms.symmetric_memory import Exchange, register
 from moe.config import MoEConfig
 from moe.layer import MoE
+from parallel.process_group import process_group
 from tests.gpu.two_backends import (
     EXPERTS_PER_RANK,
     TOP_K,
@@ -33,7 +38,8 @@ from tests.gpu.two_backends import (
     round_trip,
     work,
 )
-from tests.gpu.two_ranks import NUM_RANKS, Check, assert_passed, run_checks
+from tests.gpu.two_ranks import NUM_RANKS, Check, assert_passed, run_checks, set_environment
+from trainer.worker_pool import free_port
 
 pytestmark = pytest.mark.multi_gpu(2)
 
@@ -367,6 +373,45 @@ CHECKS: dict[str, Check] = {
         another_layer_is_an_error,
     )
 }
+
+
+def dispatch_until_killed(rank: int, port: int, folder: Path) -> None:
+    """Rank 1 is killed while its programs put rows; rank 0 notes what it is told, and how long that took."""
+    set_environment(rank, port)
+    with process_group(timeout_seconds=60) as device:
+        # A put takes a second or two: 500 pieces, 32 at a time.
+        exchange = register(replace(make_exchange(device, timeout=4, piece_bytes=2048), jitter=200_000_000))
+        given = inputs(device, 1000, 0, pattern="random")
+        plan = plan_exchange(given.ids_TK, EXPERTS_PER_RANK, exchange, 3, 10**6)
+        # The first time kernels are compiled.
+        for _ in range(2):
+            torch.cuda.synchronize()
+            dist.barrier()
+            begun = time.monotonic()
+            dispatch(plan, given.x_TD, given.weights_TK, given.ids_TK)
+        if rank == 1:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.cuda.synchronize()
+        with pytest.raises(RuntimeError) as told:
+            exchange.check()
+        (folder / "told").write_text(f"{time.monotonic() - begun}\n{told.value}")
+        # As after any failure: nobody says goodbye to a dead rank.
+        os._exit(0)
+
+
+def test_a_rank_killed_in_a_dispatch_is_named_in_time(tmp_path: Path) -> None:
+    processes = mp.spawn(dispatch_until_killed, (free_port(), tmp_path), nprocs=NUM_RANKS, join=False)
+    assert processes is not None
+    with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
+        while not processes.join(grace_period=30):
+            pass
+    seconds, told = (tmp_path / "told").read_text().split("\n")
+    assert "rank 0 waited for rank 1 in dispatch of MoE layer 3" in told and "gave up after 4 s" in told, told
+    assert float(seconds) < 10
+    # Both devices work.
+    for number in range(NUM_RANKS):
+        assert float(torch.ones(8, device=f"cuda:{number}").sum()) == 8
 
 
 @pytest.fixture(scope="module")

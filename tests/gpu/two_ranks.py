@@ -1,8 +1,10 @@
 """Checks that two GPUs pass together: each runs on both ranks in one pair of processes, and records what it raised."""
 
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -13,6 +15,8 @@ from parallel.process_group import process_group
 from trainer.worker_pool import free_port
 
 NUM_RANKS = 2
+# For how long a rank waits for the other one after a check: if its own failed, no longer than that one may compile.
+SOON, NEVER = timedelta(seconds=20), timedelta(seconds=300)
 Check = Callable[[torch.device], None]
 
 
@@ -38,16 +42,32 @@ def assert_passed(name: str, folder: Path) -> None:
         assert not file.read_text(), f"rank {rank}:\n{file.read_text()}"
 
 
+def _meet(name: str, rank: int, patience: timedelta) -> None:
+    """A rank whose check failed early must not meet the other in the next one.
+
+    If the other does not come, it waits within the check for what this one left out: both end.
+    """
+    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    store.set(f"{name} {rank}", "")
+    try:
+        store.wait([f"{name} {other}" for other in range(NUM_RANKS)], patience)
+    except dist.DistStoreError:
+        print(f"{name}: rank {rank} waited in vain for the other one to end it", flush=True)
+        os._exit(1)
+
+
 def _run_rank(rank: int, port: int, checks: list[Check], folder: Path) -> None:
     set_environment(rank, port)
     with process_group(timeout_seconds=240) as device:
         for check in checks:
-            problem = ""
+            problem, begun = "", time.monotonic()
             try:
                 check(device)
                 torch.cuda.synchronize()
             except Exception:
                 problem = traceback.format_exc()
             (folder / f"{check.__name__}.{rank}").write_text(problem)
-            # A rank whose check failed early must not meet the other in the next one.
-            dist.barrier()
+            # Shown with -s, or when a test fails: they all run in the first one's set-up.
+            if rank == 0 or problem:
+                print(f"{check.__name__}: {time.monotonic() - begun:.1f} s\n{problem}", end="", flush=True)
+            _meet(check.__name__, rank, NEVER if not problem else SOON)

@@ -28,6 +28,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comms.put_and_take, "MOVE_UNITS", 4)
     monkeypatch.setattr(comms.put_and_take, "CODED_NUMBERS", 128)
     monkeypatch.setattr(comms.put_and_take, "SIDE_WORDS", 8)
+    monkeypatch.setattr(comms.put_and_take, "PART_BYTES", 100)
     monkeypatch.setattr(comms.put_and_take, "SUM_NUMBERS", 16)
     monkeypatch.setattr(comms.put_and_take, "SUM_COLUMNS", 8)
     monkeypatch.setattr(comms.put_and_take, "SUM_TOKENS", 4)
@@ -251,6 +252,19 @@ def test_pieces_of_every_size(piece: int, max_pieces: int) -> None:
     flags = ranks[0].arena[: 8 * ranks[0].layout.failed_at].view(torch.int64).view(3, -1)
     ready = (flags[1, 2 + 3 :] >> 16).view(3, max_pieces)
     assert ready[1:, 0].tolist() == [3, 3] and int((ready[2] > 0).sum()) == min(max_pieces, -(-MAX_TOKENS // piece))
+
+
+def test_few_rows_go_in_smaller_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """9 rows: in pieces of 8 where these are as large as may be; of 2, which is the least, because they are few."""
+    width, row_bytes = 8, 32
+    monkeypatch.setattr(comms.put_and_take, "PIECE_BYTES", 8 * row_bytes)
+    monkeypatch.setattr(comms.put_and_take, "LEAST_PIECE_BYTES", 2 * row_bytes)
+    monkeypatch.setattr(comms.put_and_take, "PART_BYTES", row_bytes)
+    ranks = [replace(rank, piece_bytes=None) for rank in make(2, width, torch.float32)]
+    check_round(ranks, all_to_the_last(2, torch.Generator()), width, torch.float32, 0)
+    flags = ranks[1].arena[: 8 * ranks[1].layout.failed_at].view(torch.int64).view(3, -1)
+    ready = (flags[1, 2 + 2 :] >> 16).view(2, -1)
+    assert int((ready[0] > 0).sum()) == -(-MAX_TOKENS // 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

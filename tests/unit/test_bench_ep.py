@@ -74,7 +74,7 @@ def test_another_backend_than_was_asked_for_is_an_error() -> None:
 
 def test_bounds_and_payload_reach_the_exchange_that_knows_them() -> None:
     words = ["--payload", "mxfp8", "--capacity", "1.5", "--num-ctas", "24", "--nproc", "2"]
-    words += ["--chunks", "3", "--experts", "fused"]
+    words += ["--chunks", "1,3", "--experts", "fused"]
     arguments = parse_arguments(words)
     ours, theirs = comms_of("symm_mem", arguments), comms_of("collective", arguments)
     assert (ours.capacity, theirs.capacity, ours.num_ctas) == (1.5, None, 24)
@@ -98,6 +98,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         (["--backends", "nccl"], "--backends: nccl is not known; choose from symm_mem, nvshmem, collective"),
         (["--backends", "symm_mem,nvshmem"], "want symmetric memory of two kinds"),
         (["--chunks", "2"], "--chunks must be positive; more than one need --experts fused"),
+        (["--chunks", "1,two", "--experts", "fused"], "--chunks are numbers divided by commas"),
         (["--tokens", "0"], "must be positive"),
         (["--dry-run", "--backends", "symm_mem"], "--dry-run has no GPUs"),
     ):

@@ -27,13 +27,13 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         # fp32 in another order of sums.
         assert all(found["error"] < 1e-5 for found in result["sides"].values())
         assert "needs a GPU" in result["absent"]["fused"]
-    assert "fused       absent: " in shown.err and "<svg" in picture.read_text()
+    assert "fused         absent: " in shown.err and "<svg" in picture.read_text()
 
 
 def test_packages_that_are_not_installed_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run", "--routing", "zipf", "--sides", "torch,sonicmoe,scattermoe"]) == 0
     shown = capsys.readouterr().out
-    assert "sonicmoe    absent: No module named" in shown and "scattermoe  absent: No module named" in shown
+    assert "sonicmoe      absent: No module named" in shown and "scattermoe    absent: No module named" in shown
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -78,7 +78,14 @@ def test_waits_are_those_of_the_step() -> None:
 
 
 def test_table() -> None:
-    side = {"fwd_tflops": 500.0, "bwd_tflops": 540.4, "fwd_bwd_tflops": 526.0, "ratio": 1.25, "syncs": 0}
+    side = {
+        "fwd_tflops": 500.0,
+        "bwd_tflops": 540.4,
+        "fwd_bwd_tflops": 526.0,
+        "ratio": 1.25,
+        "syncs": 0,
+        "host_ms": 3.0,
+    }
     side |= {"peak_gib": 3.0, "saved_gib": 1.0, "error": 4e-3, "first_call_seconds": {"cold": 20.0, "warm": 1.5}}
     result = {"load_max_over_mean": 1.1, "saved_bound_gib": 0.9, "card": "H200", "torch": "2", "commit": "abc"}
     result |= {"sides": {"fused": side}, "absent": {"liger": "none"}}

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from comms.operators import operator, register_fake
+
 
 def varlen_attention(
     q_BSHD: Tensor,
@@ -91,7 +93,7 @@ def _flash_varlen_shapes(q_THD: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q_THD), q_THD.new_empty((H, T), dtype=torch.float32)
 
 
-@torch.library.custom_op("sluicegate::flash_varlen_backward", mutates_args=())
+@operator("flash_varlen_backward")
 def _flash_varlen_backward(
     grad_THD: Tensor,
     q_THD: Tensor,
@@ -128,7 +130,7 @@ def _flash_varlen_backward(
     )
 
 
-@_flash_varlen_backward.register_fake
+@register_fake(_flash_varlen_backward)
 def _flash_varlen_backward_shapes(
     grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *_rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
