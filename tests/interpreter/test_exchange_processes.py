@@ -17,12 +17,11 @@ from comms.all_to_all import AS_IT_IS, combine, dispatch, plan_dispatch
 from comms.payload import Payload
 from comms.symmetric_exchange import plan_exchange
 from comms.symmetric_memory import Exchange, plan_layout
-from moe.config import MoEConfig
-from moe.layer import MoE
-from parallel.activation_checkpoint import apply_activation_checkpoint
+from tests.distributed.exchanged_layer import layer_pass
 from tests.interpreter.shared_arenas import run_interpreted, shared_exchange
 
 MAX_TOKENS, WIDTH, TOP_K, EXPERTS_PER_RANK = 12, 32, 3, 2
+SIZES = {"experts_per_rank": EXPERTS_PER_RANK, "top_k": TOP_K, "width": WIDTH}
 
 
 def random_ids(num_tokens: int, generator: torch.Generator) -> Tensor:
@@ -52,27 +51,6 @@ def round_trip(exchange: Exchange | None, seed: int, payload: Payload = AS_IT_IS
     return [out.detach(), *torch.autograd.grad(out, [x, weights], upstream)]
 
 
-def layer_pass(exchange: Exchange | None, mode: str) -> list[Tensor]:
-    """Output and every gradient of two calls of a layer under activation checkpointing, both alive at once."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(7)
-    config = MoEConfig(num_experts=EXPERTS_PER_RANK * num_ranks, top_k=TOP_K, expert_dim=16, backend="grouped_mm")
-    layer = MoE(config, WIDTH)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(0, 0.3)
-    for name, parameter in list(layer.experts.named_parameters()):
-        part = parameter.detach()[rank * EXPERTS_PER_RANK : (rank + 1) * EXPERTS_PER_RANK]
-        setattr(layer.experts, name, torch.nn.Parameter(part))
-    layer.ep_group, layer.exchange, layer.number = dist.group.WORLD, exchange, 3
-    wrapped = apply_activation_checkpoint(layer, mode)
-    generator = torch.Generator().manual_seed(rank)
-    xs = [torch.randn(1, 4 + rank, WIDTH, generator=generator).requires_grad_() for _ in range(2)]
-    outs = [wrapped(x)[0] for x in xs]
-    sum((out * out).sum() for out in outs).backward()
-    return [*(out.detach() for out in outs), *(x.grad for x in xs), *(p.grad for p in layer.parameters())]
-
-
 def check_everything(folder: Path) -> None:
     num_ranks = dist.get_world_size()
     layout = plan_layout(num_ranks, MAX_TOKENS, TOP_K, 4 * WIDTH, 8 * TOP_K)
@@ -86,7 +64,7 @@ def check_everything(folder: Path) -> None:
         assert torch.equal(ours, theirs)
     for mode in ("none", "full"):
         before = int(exchange.arena[: 8 * layout.failed_at].view(torch.int64).view(3, -1)[1, 0])
-        for ours, theirs in zip(layer_pass(exchange, mode), layer_pass(None, "none"), strict=True):
+        for ours, theirs in zip(layer_pass(exchange, mode, **SIZES), layer_pass(None, "none", **SIZES), strict=True):
             assert float((ours - theirs).norm()) <= 1e-6 * float(theirs.norm())
         after = int(exchange.arena[: 8 * layout.failed_at].view(torch.int64).view(3, -1)[1, 0])
         # Of each call: its rows, and the gradients of its result. Nothing is sent again by a recomputation.
