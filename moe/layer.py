@@ -37,7 +37,7 @@ from moe.exchanged_experts import Through, depart
 from moe.experts import GroupedExperts
 from moe.feed_forward import FeedForward
 from moe.load_balance import batch_aux_loss, count_tokens, sequence_aux_loss, z_loss
-from moe.router import Routing, route, validate_routing
+from moe.router import Routing, route, router_scores, validate_routing
 
 
 class BalanceScale(NamedTuple):
@@ -171,9 +171,10 @@ class MoE(nn.Module):
             y_TD = end_of_recomputation(y_TD, through.plan.index_NT)
         else:
             rows_RD, weights_RK, ids_RK = dispatch(plan, x_TD, weights_TK, ids_TK, self.dispatch_payload)
-            first, end = self.first_id, self.first_id + self.experts_per_rank
-            local_ids_RK = torch.where((ids_RK >= first) & (ids_RK < end), ids_RK - first, -1)
-            out_RD = self.experts(rows_RD, local_ids_RK, weights_RK, plan.num_items, plan.is_exact)
+            if self.num_ranks > 1:
+                first, end = self.first_id, self.first_id + self.experts_per_rank
+                ids_RK = torch.where((ids_RK >= first) & (ids_RK < end), ids_RK - first, -1)
+            out_RD = self.experts(rows_RD, ids_RK, weights_RK, plan.num_items, plan.is_exact)
             y_TD = combine(plan, out_RD, self.combine_payload)
         # With etp results are partial sums.
         return y_TD if self.etp_group is None else reduce_scatter(y_TD, 0, self.etp_group.group_name)
@@ -224,7 +225,7 @@ class MoE(nn.Module):
         """Counts, and the auxiliary losses where training asks for them."""
         config = self.config
         counts_E = count_tokens(routing.chosen_ids_TK, config.num_experts)
-        aux = z = routing.scores_TE.new_zeros(())
+        aux = z = routing.logits_TE.new_zeros(())
         if scale is not None and config.aux_loss:
             aux = config.aux_loss * self._aux_loss(routing, counts_E, mask_T, seq_len, scale)
         if scale is not None and config.z_loss:
@@ -234,16 +235,15 @@ class MoE(nn.Module):
     def _aux_loss(
         self, routing: Routing, counts_E: Tensor, mask_T: Tensor | None, seq_len: int, scale: BalanceScale
     ) -> Tensor:
+        scores_TE = router_scores(routing.logits_TE, self.config)
         if self.config.aux_loss_level == "sequence":
             whole = None if self.sequence is None else self.sequence.sum
-            return sequence_aux_loss(
-                routing.scores_TE, routing.chosen_ids_TK, mask_T, seq_len, scale.num_sequences, whole
-            )
+            return sequence_aux_loss(scores_TE, routing.chosen_ids_TK, mask_T, seq_len, scale.num_sequences, whole)
         # Filled on the device: a copy from the host would wait for it.
-        num_tokens = counts_E.new_full((), routing.scores_TE.shape[0]) if mask_T is None else mask_T.sum()
+        num_tokens = counts_E.new_full((), scores_TE.shape[0]) if mask_T is None else mask_T.sum()
         totals = torch.cat([counts_E, num_tokens[None]])
         if self.data_group is not None:
             # Counts of the whole micro-step: per-rank counts would change the router's gradient with the layout.
             totals = sum_over_ranks(totals, self.data_group.group_name)
-        loss = batch_aux_loss(routing.scores_TE, mask_T, totals[:-1], totals[-1], self.config.top_k)
+        loss = batch_aux_loss(scores_TE, mask_T, totals[:-1], totals[-1], self.config.top_k)
         return loss / scale.num_micro_steps

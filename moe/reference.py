@@ -20,7 +20,7 @@ from torch.nn.functional import linear, silu
 
 from moe.config import MoEConfig
 from moe.load_balance import batch_aux_loss, count_tokens, sequence_aux_loss, z_loss
-from moe.router import route
+from moe.router import route, router_scores
 
 # gpt-oss: bound of the clamped activation, and the slope of its sigmoid.
 CLAMP_LIMIT = 7.0
@@ -127,10 +127,11 @@ def reference_moe(
     y_TD = y_TD + _shared_expert(x_TD, parameters)
     counts_E = count_tokens(routing.chosen_ids_TK, config.num_experts)
     num_valid = x_TD.shape[0] if mask_T is None else mask_T.sum()
+    scores_TE = router_scores(routing.logits_TE, config)
     if config.aux_loss_level == "sequence":
-        aux = sequence_aux_loss(routing.scores_TE, routing.chosen_ids_TK, mask_T, seq_len, num_sequences)
+        aux = sequence_aux_loss(scores_TE, routing.chosen_ids_TK, mask_T, seq_len, num_sequences)
     else:
-        aux = batch_aux_loss(routing.scores_TE, mask_T, counts_E, num_valid, config.top_k)
+        aux = batch_aux_loss(scores_TE, mask_T, counts_E, num_valid, config.top_k)
     z = z_loss(routing.logits_TE, mask_T, num_valid)
     return ReferenceOutput(y_TD.view_as(x_BSD), aux, z, counts_E, routing.dropped)
 

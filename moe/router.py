@@ -36,10 +36,7 @@ class Routing(NamedTuple):
     topk_ids_TK: Tensor
     # (T, K) combine weights; 0 where the id is NO_EXPERT.
     topk_weights_TK: Tensor
-    # (T, E) probabilities: each row adds up to 1 (softmax), or each entry is in (0, 1) (sigmoid).
-    # Without a gradient if no auxiliary loss is configured and the weights come from the logits.
-    scores_TE: Tensor
-    # (T, E)
+    # (T, E); `router_scores` makes probabilities of them.
     logits_TE: Tensor
     # int64 scalar: pairs dropped by capacity.
     dropped: Tensor
@@ -92,18 +89,26 @@ def route(
     if x_TD.shape[0] % seq_len != 0:
         raise ValueError(f"{x_TD.shape[0]} tokens are not a whole number of sequences of seq_len={seq_len}")
     logits_TE = _router_logits(x_TD, weight_ED, bias_E, token_mask_T)
-    # Detached where nothing asks for their gradient: backward need not keep (T, E) then.
-    scored_TE = logits_TE if _scores_are_used(config) else logits_TE.detach()
-    scores_TE = torch.softmax(scored_TE, dim=-1) if config.score_function == "softmax" else torch.sigmoid(scored_TE)
+    from_logits = config.score_function == "softmax" and config.normalize_topk
+    # Backward need not keep scores that only choose.
+    scores_TE = router_scores(logits_TE.detach() if from_logits else logits_TE, config)
     with torch.no_grad():
         ids_TK = keep_choice(_choose(logits_TE, scores_TE, expert_bias_E, config, seq_len, sequence))
         chosen_ids_TK = ids_TK if token_mask_T is None else ids_TK.masked_fill(~token_mask_T[:, None], NO_EXPERT)
         kept_ids_TK = _drop_above_capacity(chosen_ids_TK, seq_len, config, sequence)
-        dropped = ((chosen_ids_TK >= 0) & (kept_ids_TK < 0)).sum()
+        dropped = ids_TK.new_zeros(())
+        if config.capacity_factor is not None:
+            dropped = ((chosen_ids_TK >= 0) & (kept_ids_TK < 0)).sum()
     # ids_TK, not kept_ids_TK: a gather needs legal ids, and dropping a pair does not raise the others' weights.
     weights_TK = _combine_weights(logits_TE, scores_TE, ids_TK, config)
-    weights_TK = torch.where(kept_ids_TK >= 0, weights_TK, 0.0)
-    return Routing(kept_ids_TK, weights_TK, scores_TE, logits_TE, dropped, chosen_ids_TK)
+    if config.capacity_factor is not None or token_mask_T is not None:
+        weights_TK = torch.where(kept_ids_TK >= 0, weights_TK, 0.0)
+    return Routing(kept_ids_TK, weights_TK, logits_TE, dropped, chosen_ids_TK)
+
+
+def router_scores(logits_TE: Tensor, config: MoEConfig) -> Tensor:
+    """(T, E) probabilities: each row adds up to 1 (softmax), or each entry is in (0, 1) (sigmoid)."""
+    return torch.softmax(logits_TE, dim=-1) if config.score_function == "softmax" else torch.sigmoid(logits_TE)
 
 
 @operator("keep_choice")
@@ -250,12 +255,6 @@ class _Chosen(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (ids_TK,) = ctx.saved_tensors
         return grads[0].new_zeros(ids_TK.shape[0], ctx.num_experts).scatter(1, ids_TK, grads[0]), None
-
-
-def _scores_are_used(config: MoEConfig) -> bool:
-    """Whether the scores have a part in the output or in an auxiliary loss; else they only decide the choice."""
-    from_logits = config.score_function == "softmax" and config.normalize_topk
-    return not from_logits or config.aux_loss != 0
 
 
 def _drop_above_capacity(

@@ -27,12 +27,11 @@ from comms.record_exchange import (
 from comms.record_transport import CollectiveTransport
 from comms.symmetric_exchange import describe_tag
 from comms.symmetric_memory import NoRoomError, overflow_flag
-from moe.config import MoEConfig
-from moe.layer import MoE
-from parallel.activation_checkpoint import apply_activation_checkpoint
+from tests.distributed.exchanged_layer import layer_pass
 from tests.distributed.harness import run_workers
 
 MAX_TOKENS, WIDTH, TOP_K, IDS_PER_RANK = 12, 40, 3, 2
+SIZES = {"experts_per_rank": IDS_PER_RANK, "top_k": TOP_K, "width": WIDTH}
 CPU = torch.device("cpu")
 
 
@@ -171,32 +170,11 @@ def test_layers_and_micro_batches_are_in_flight_together() -> None:
     run_workers(check_layers_in_flight, 3)
 
 
-def layer_pass(exchange: RecordExchange | None, mode: str) -> list[Tensor]:
-    """Output and every gradient of two calls of a layer under activation checkpointing, both alive at once."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(7)
-    config = MoEConfig(num_experts=IDS_PER_RANK * num_ranks, top_k=TOP_K, expert_dim=16, backend="grouped_mm")
-    layer = MoE(config, WIDTH)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(0, 0.3)
-    for name, parameter in list(layer.experts.named_parameters()):
-        part = parameter.detach()[rank * IDS_PER_RANK : (rank + 1) * IDS_PER_RANK]
-        setattr(layer.experts, name, torch.nn.Parameter(part))
-    layer.ep_group, layer.exchange, layer.number = dist.group.WORLD, exchange, 3
-    wrapped = apply_activation_checkpoint(layer, mode)
-    generator = torch.Generator().manual_seed(rank)
-    xs = [torch.randn(1, 4 + rank, WIDTH, generator=generator).requires_grad_() for _ in range(2)]
-    outs = [wrapped(x)[0] for x in xs]
-    sum((out * out).sum() for out in outs).backward()
-    return [*(out.detach() for out in outs), *(x.grad for x in xs), *(p.grad for p in layer.parameters())]
-
-
 def check_layer() -> None:
     exchange = make_exchange()
     for mode in ("none", "selective", "full"):
         before = calls_of(exchange)
-        for ours, theirs in zip(layer_pass(exchange, mode), layer_pass(None, "none"), strict=True):
+        for ours, theirs in zip(layer_pass(exchange, mode, **SIZES), layer_pass(None, "none", **SIZES), strict=True):
             assert float((ours - theirs).norm()) <= 1e-6 * float(theirs.norm())
         # Of each call: counts, rows there and back, gradients there and back. A recomputation sends nothing.
         assert calls_of(exchange) - before == 10

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from comms.all_to_all import AS_IT_IS, combine, dispatch, plan_dispatch
+from comms.all_to_all import AS_IT_IS, combine, dispatch
 from comms.backend import choose_backend
 from comms.config import CommsConfig
 from comms.payload import Payload
@@ -26,7 +26,17 @@ from comms.symmetric_memory import NoRoomError
 from moe.config import MoEConfig
 from moe.layer import MoE
 from parallel.activation_checkpoint import apply_activation_checkpoint
-from tests.gpu.two_backends import EXPERTS_PER_RANK, MAX_TOKENS, TOP_K, WIDTH, Inputs, assert_same, inputs, work
+from tests.gpu.two_backends import (
+    EXPERTS_PER_RANK,
+    MAX_TOKENS,
+    TOP_K,
+    WIDTH,
+    Inputs,
+    assert_same,
+    check_two_layers_and_three_micro_batches,
+    inputs,
+    work,
+)
 from tests.gpu.two_backends import round_trip as collective_round_trip
 from tests.gpu.two_ranks import NUM_RANKS, Check, assert_passed, run_checks
 
@@ -128,39 +138,10 @@ def a_few_hundred_rounds_with_delays(device: torch.device) -> None:
 
 
 def two_layers_and_three_micro_batches(device: torch.device) -> None:
-    """Six forwards before the first backward, and the host waits for nothing."""
     exchange = make(device)
-    batches = [inputs(device, 400 + 100 * dist.get_rank() + step, step) for step in range(3)]
-
-    def forward(through: RecordExchange | None, given: Inputs) -> tuple[Tensor, list[Tensor]]:
-        x, weights = given.x_TD.clone().requires_grad_(), given.weights_TK.clone().requires_grad_()
-        hidden = x
-        for layer in range(2):
-            if through is None:
-                plan: Any = plan_dispatch(given.items_TN, dist.group.WORLD)
-            else:
-                plan = plan_records(given.ids_TK, EXPERTS_PER_RANK, through, layer, 10**6)
-            hidden = hidden + combine(plan, work(*dispatch(plan, hidden, weights, given.ids_TK)))
-        return hidden, [x, weights]
-
-    def run(through: RecordExchange | None) -> list[Tensor]:
-        under_way = [forward(through, given) for given in batches]
-        found = []
-        for out, leaves in under_way:
-            found += [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
-        return found
-
-    # The first time kernels are loaded, which may wait.
-    run(exchange)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        ours = run(exchange)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    poison(exchange)
-    for a, b in zip(ours, run(None), strict=True):
-        assert torch.equal(a, b)
+    check_two_layers_and_three_micro_batches(
+        device, lambda ids, layer: plan_records(ids, EXPERTS_PER_RANK, exchange, layer, 10**6)
+    )
 
 
 def compiled_chain_of_two_dispatches(device: torch.device) -> None:

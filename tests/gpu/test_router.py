@@ -5,7 +5,7 @@ import torch
 
 from moe.config import MoEConfig
 from moe.load_balance import batch_aux_loss, count_tokens, sequence_aux_loss, update_expert_bias, z_loss
-from moe.router import Routing, route, wide_linear
+from moe.router import Routing, route, router_scores, wide_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -45,8 +45,9 @@ def test_routing_and_balancing_never_wait_for_the_device() -> None:
     try:
         routing = route(x, weight, None, config, expert_bias_E=bias, token_mask_T=mask, seq_len=S)
         counts, valid = count_tokens(routing.chosen_ids_TK, E), mask.sum()
-        loss = batch_aux_loss(routing.scores_TE, mask, counts, valid, 8) + z_loss(routing.logits_TE, mask, valid)
-        loss = loss + sequence_aux_loss(routing.scores_TE, routing.chosen_ids_TK, mask, S, T // S)
+        scores = router_scores(routing.logits_TE, config)
+        loss = batch_aux_loss(scores, mask, counts, valid, 8) + z_loss(routing.logits_TE, mask, valid)
+        loss = loss + sequence_aux_loss(scores, routing.chosen_ids_TK, mask, S, T // S)
         (loss + routing.topk_weights_TK.square().sum()).backward()
         update_expert_bias(bias, counts, 0.001)
     finally:

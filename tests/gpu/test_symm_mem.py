@@ -19,11 +19,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from comms.all_to_all import combine, dispatch, plan_dispatch
+from comms.all_to_all import combine, dispatch
 from comms.payload import Payload
 from comms.put_and_take import BOTH, PUT, TAKE, Received, exchange_counts, move_back, move_there, order_rows
 from comms.symmetric_exchange import COMBINE, DISPATCH, PLAN, SymmetricPlan, plan_exchange, tag_of
-from comms.symmetric_memory import Exchange, register
+from comms.symmetric_memory import register
 from moe.config import MoEConfig
 from moe.layer import MoE
 from parallel.process_group import process_group
@@ -31,8 +31,8 @@ from tests.gpu.two_backends import (
     EXPERTS_PER_RANK,
     TOP_K,
     WIDTH,
-    Inputs,
     assert_same,
+    check_two_layers_and_three_micro_batches,
     inputs,
     make_exchange,
     round_trip,
@@ -157,38 +157,10 @@ def pieces_that_linger(device: torch.device) -> None:
 
 
 def two_layers_and_three_micro_batches(device: torch.device) -> None:
-    """Six forwards before the first backward, and the host waits for nothing."""
     exchange = make_exchange(device)
-    batches = [inputs(device, 400 + 100 * dist.get_rank() + step, step) for step in range(3)]
-
-    def forward(through: Exchange | None, given: Inputs) -> tuple[Tensor, list[Tensor]]:
-        x, weights = given.x_TD.clone().requires_grad_(), given.weights_TK.clone().requires_grad_()
-        hidden = x
-        for layer in range(2):
-            if through is None:
-                plan: Any = plan_dispatch(given.items_TN, dist.group.WORLD)
-            else:
-                plan = plan_exchange(given.ids_TK, EXPERTS_PER_RANK, through, layer, 10**6)
-            hidden = hidden + combine(plan, work(*dispatch(plan, hidden, weights, given.ids_TK)))
-        return hidden, [x, weights]
-
-    def run(through: Exchange | None) -> list[Tensor]:
-        under_way = [forward(through, given) for given in batches]
-        found = []
-        for out, leaves in under_way:
-            found += [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
-        return found
-
-    # The first time kernels are loaded, which may wait.
-    run(exchange)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        ours = run(exchange)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for a, b in zip(ours, run(None), strict=True):
-        assert torch.equal(a, b)
+    check_two_layers_and_three_micro_batches(
+        device, lambda ids, layer: plan_exchange(ids, EXPERTS_PER_RANK, exchange, layer, 10**6)
+    )
     exchange.check()
 
 

@@ -1,5 +1,6 @@
 """What the checks of tests/gpu/test_symm_mem.py exchange, by either backend, and how they compare it."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -98,3 +99,38 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert a.shape == b.shape and a.dtype == b.dtype, name
         a, b = a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
         assert torch.equal(a, b), f"{name}: first byte that differs: {int((a != b).nonzero()[0])} of {a.numel()}"
+
+
+def check_two_layers_and_three_micro_batches(device: torch.device, plan: Callable[[Tensor, int], Any]) -> None:
+    """Six forwards before the first backward, and the host waits for nothing; the same bits as by collectives.
+
+    Args:
+        plan: of a layer's ids, by the backend that is tested.
+    """
+    batches = [inputs(device, 400 + 100 * dist.get_rank() + step, step) for step in range(3)]
+
+    def forward(by_collectives: bool, given: Inputs) -> tuple[Tensor, list[Tensor]]:
+        x, weights = given.x_TD.clone().requires_grad_(), given.weights_TK.clone().requires_grad_()
+        hidden = x
+        for layer in range(2):
+            found = plan_dispatch(given.items_TN, dist.group.WORLD) if by_collectives else plan(given.ids_TK, layer)
+            hidden = hidden + combine(found, work(*dispatch(found, hidden, weights, given.ids_TK)))
+        return hidden, [x, weights]
+
+    def run(by_collectives: bool) -> list[Tensor]:
+        under_way = [forward(by_collectives, given) for given in batches]
+        found = []
+        for out, leaves in under_way:
+            found += [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+        return found
+
+    # The first time kernels are loaded, which may wait.
+    run(by_collectives=False)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours = run(by_collectives=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(ours, run(by_collectives=True), strict=True):
+        assert torch.equal(a, b)

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.interpreter.quick import hasten
+
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick() -> None:
+    hasten()
 
 
 @pytest.fixture(autouse=True)

@@ -5,61 +5,23 @@ Rows are moved and sums are in its order, so equality is exact; a layer's expert
 another way than the rest, which leaves 1e-6.
 """
 
-import os
-import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from comms.all_to_all import AS_IT_IS, combine, dispatch, plan_dispatch
 from comms.payload import Payload
-from comms.symmetric_exchange import describe_tag, plan_exchange
-from comms.symmetric_memory import ArenaLayout, Exchange, plan_layout, register
-from moe.config import MoEConfig
-from moe.layer import MoE
-from parallel.activation_checkpoint import apply_activation_checkpoint
-from trainer.worker_pool import free_port
+from comms.symmetric_exchange import plan_exchange
+from comms.symmetric_memory import Exchange, plan_layout
+from tests.distributed.exchanged_layer import layer_pass
+from tests.interpreter.shared_arenas import run_interpreted, shared_exchange
 
 MAX_TOKENS, WIDTH, TOP_K, EXPERTS_PER_RANK = 12, 32, 3, 2
-
-
-def shared_exchange(
-    folder: Path, layout: ArenaLayout, max_tokens: int = MAX_TOKENS, items_per_token: int = 1
-) -> Exchange:
-    """Arenas in files, flags zero and rows poisoned. Collective."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    own = torch.full((layout.num_bytes,), 255, dtype=torch.uint8)
-    own[: layout.rows_at] = 0
-    own.numpy().tofile(folder / f"arena.{rank}")
-    dist.barrier()
-    arenas = [
-        torch.from_file(str(folder / f"arena.{other}"), shared=True, size=layout.num_bytes, dtype=torch.uint8)
-        for other in range(num_ranks)
-    ]
-    return register(
-        Exchange(
-            name="shared",
-            layout=layout,
-            rank=rank,
-            global_ranks=tuple(range(num_ranks)),
-            max_tokens=max_tokens,
-            items_per_token=items_per_token,
-            arena=arenas[rank],
-            pointers=torch.tensor([arena.data_ptr() for arena in arenas]),
-            state=torch.zeros(1, dtype=torch.int64),
-            errors=torch.zeros(8, dtype=torch.int64),
-            overflow=torch.zeros(6, dtype=torch.int32),
-            limit=10**6,
-            piece_bytes=16 * WIDTH,
-            describe_tag=describe_tag,
-            handle=arenas,
-        )
-    )
+SIZES = {"experts_per_rank": EXPERTS_PER_RANK, "top_k": TOP_K, "width": WIDTH}
 
 
 def random_ids(num_tokens: int, generator: torch.Generator) -> Tensor:
@@ -89,32 +51,12 @@ def round_trip(exchange: Exchange | None, seed: int, payload: Payload = AS_IT_IS
     return [out.detach(), *torch.autograd.grad(out, [x, weights], upstream)]
 
 
-def layer_pass(exchange: Exchange | None, mode: str) -> list[Tensor]:
-    """Output and every gradient of two calls of a layer under activation checkpointing, both alive at once."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(7)
-    config = MoEConfig(num_experts=EXPERTS_PER_RANK * num_ranks, top_k=TOP_K, expert_dim=16, backend="grouped_mm")
-    layer = MoE(config, WIDTH)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(0, 0.3)
-    for name, parameter in list(layer.experts.named_parameters()):
-        part = parameter.detach()[rank * EXPERTS_PER_RANK : (rank + 1) * EXPERTS_PER_RANK]
-        setattr(layer.experts, name, torch.nn.Parameter(part))
-    layer.ep_group, layer.exchange, layer.number = dist.group.WORLD, exchange, 3
-    wrapped = apply_activation_checkpoint(layer, mode)
-    generator = torch.Generator().manual_seed(rank)
-    xs = [torch.randn(1, 4 + rank, WIDTH, generator=generator).requires_grad_() for _ in range(2)]
-    outs = [wrapped(x)[0] for x in xs]
-    sum((out * out).sum() for out in outs).backward()
-    return [*(out.detach() for out in outs), *(x.grad for x in xs), *(p.grad for p in layer.parameters())]
-
-
 def check_everything(folder: Path) -> None:
     num_ranks = dist.get_world_size()
     layout = plan_layout(num_ranks, MAX_TOKENS, TOP_K, 4 * WIDTH, 8 * TOP_K)
-    exchange = shared_exchange(folder, layout)
-    for seed in range(4):
+    exchange = shared_exchange(folder, layout, MAX_TOKENS)
+    # Ranks with no tokens, some and all that there is room for.
+    for seed in (0, 1):
         for ours, theirs in zip(round_trip(exchange, seed), round_trip(None, seed), strict=True):
             assert torch.equal(ours, theirs)
     coded = Payload("mxfp8", "mxfp8")
@@ -122,7 +64,7 @@ def check_everything(folder: Path) -> None:
         assert torch.equal(ours, theirs)
     for mode in ("none", "full"):
         before = int(exchange.arena[: 8 * layout.failed_at].view(torch.int64).view(3, -1)[1, 0])
-        for ours, theirs in zip(layer_pass(exchange, mode), layer_pass(None, "none"), strict=True):
+        for ours, theirs in zip(layer_pass(exchange, mode, **SIZES), layer_pass(None, "none", **SIZES), strict=True):
             assert float((ours - theirs).norm()) <= 1e-6 * float(theirs.norm())
         after = int(exchange.arena[: 8 * layout.failed_at].view(torch.int64).view(3, -1)[1, 0])
         # Of each call: its rows, and the gradients of its result. Nothing is sent again by a recomputation.
@@ -131,20 +73,6 @@ def check_everything(folder: Path) -> None:
     exchange.check_overflow()
 
 
-def run_rank(rank: int, num_ranks: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    problem = ""
-    try:
-        check_everything(Path(folder))
-    except Exception:
-        problem = traceback.format_exc()
-    (Path(folder) / f"problem.{rank}").write_text(problem)
-    os._exit(0)
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_process_gets_what_the_collective_backend_brings(num_ranks: int, tmp_path: Path) -> None:
-    mp.spawn(run_rank, (num_ranks, free_port(), str(tmp_path)), nprocs=num_ranks)
-    problems = [(tmp_path / f"problem.{rank}").read_text() for rank in range(num_ranks)]
-    assert problems == [""] * num_ranks, "\n".join(problems)
+    run_interpreted(check_everything, num_ranks, tmp_path)

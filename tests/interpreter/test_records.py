@@ -1,19 +1,14 @@
 """The kernels of comms/kernels/records.py against loops, and a whole exchange by records with interpreted kernels."""
 
-import os
-import traceback
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comms.kernels.records import _make_routes_reference, make_routes, pack_records, unpack_records
 from comms.payload import Payload
 from tests.distributed.test_record_exchange import AS_IT_IS, assert_same, make_exchange, round_trip
-from trainer.worker_pool import free_port
+from tests.interpreter.shared_arenas import run_interpreted
 
 
 @settings(max_examples=20, deadline=None)
@@ -71,20 +66,5 @@ def check_exchange() -> None:
         assert_same(round_trip(exchange, *case), round_trip(None, *case))
 
 
-def run_rank(rank: int, num_ranks: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    problem = ""
-    try:
-        check_exchange()
-    except Exception:
-        problem = traceback.format_exc()
-    (Path(folder) / f"problem.{rank}").write_text(problem)
-    os._exit(0)
-
-
-def test_every_process_gets_what_the_collective_backend_brings(tmp_path: Path) -> None:
-    num_ranks = 3
-    mp.spawn(run_rank, (num_ranks, free_port(), str(tmp_path)), nprocs=num_ranks)
-    problems = [(tmp_path / f"problem.{rank}").read_text() for rank in range(num_ranks)]
-    assert problems == [""] * num_ranks, "\n".join(problems)
+def test_every_process_gets_what_the_collective_backend_brings() -> None:
+    run_interpreted(check_exchange, 3)

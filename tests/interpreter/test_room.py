@@ -3,9 +3,8 @@
 All tokens go to the experts of the last rank, so it alone has more rows or pairs than it has room for.
 """
 
-import os
 import re
-import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 from comms.symmetric_memory import NoRoomError, forget_exchanges, plan_layout
 from moe.layer import MoE
@@ -21,7 +19,7 @@ from parallel.config import ParallelConfig
 from parallel.expert_parallel import use_exchange
 from parallel.mesh import Mesh, build_mesh
 from tests.distributed.tiny_models import QWEN3
-from tests.interpreter.test_exchange_processes import shared_exchange
+from tests.interpreter.shared_arenas import run_interpreted, shared_exchange
 from trainer.build import build_model
 from trainer.config import Config, OptimConfig, PrecisionConfig, TrainConfig
 from trainer.guard import RoomCheck
@@ -29,7 +27,6 @@ from trainer.optim import build_optimizer
 from trainer.parity import full_tensors, synthetic_batches
 from trainer.peers import Peers
 from trainer.step import StepResult, train_step
-from trainer.worker_pool import free_port
 
 NUM_RANKS, SEQ_LEN, TOP_K = 2, 12, 2
 MAX_TOKENS = SEQ_LEN
@@ -110,6 +107,11 @@ def assert_left_out(run: Run, number: int, peers: Peers) -> str:
     return refusal(result, peers)
 
 
+def with_peers(check: Callable[..., None], folder: Path) -> None:
+    mesh = build_mesh(ParallelConfig(dp_shard=NUM_RANKS, ep=NUM_RANKS), torch.device("cpu"))
+    check(folder, mesh, Peers(60))
+
+
 def check_room_for_all(folder: Path, mesh: Mesh, peers: Peers) -> None:
     """With room for all that comes, a run is that of the collective backend."""
     ours, theirs = Run(mesh, folder / "all", optimizer="sgd"), Run(mesh, optimizer="sgd")
@@ -151,23 +153,6 @@ def check_pairs(folder: Path, mesh: Mesh, peers: Peers) -> None:
     forget_exchanges()
 
 
-def run_rank(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
-    problem = ""
-    try:
-        mesh = build_mesh(ParallelConfig(dp_shard=NUM_RANKS, ep=NUM_RANKS), torch.device("cpu"))
-        peers = Peers(60)
-        for check in (check_room_for_all, check_rows, check_pairs):
-            check(Path(folder), mesh, peers)
-    except Exception:
-        problem = traceback.format_exc()
-    (Path(folder) / f"problem.{rank}").write_text(problem)
-    os._exit(0)
-
-
-def test_what_finds_no_room_changes_nothing(tmp_path: Path) -> None:
-    spawn(run_rank, (free_port(), str(tmp_path)), nprocs=NUM_RANKS)
-    problems = [(tmp_path / f"problem.{rank}").read_text() for rank in range(NUM_RANKS)]
-    assert problems == [""] * NUM_RANKS, "\n".join(problems)
+@pytest.mark.parametrize("check", [check_room_for_all, check_rows, check_pairs])
+def test_what_finds_no_room_changes_nothing(check: Callable[..., None], tmp_path: Path) -> None:
+    run_interpreted(with_peers, NUM_RANKS, check, tmp_path)

@@ -1,5 +1,5 @@
 """tests/interpreter needs a process whose Triton interprets: the choice is made when triton is imported. That process
-runs beside the unit tests, which leave most cores idle; the test that reads its result comes last of them.
+runs beside the other tests; the one that reads its result comes last of all, so that nothing waits for it.
 """
 
 import os
@@ -23,12 +23,8 @@ class Interpreted(NamedTuple):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the reader behind the last unit test."""
-    readers = [item for item in items if item.name == READER]
-    others = [item for item in items if item.name != READER]
-    here = Path(__file__).parent
-    last = max((i for i, item in enumerate(others) if here in item.path.parents), default=len(others) - 1)
-    items[:] = [*others[: last + 1], *readers, *others[last + 1 :]]
+    """Put the reader behind all others."""
+    items.sort(key=lambda item: item.name == READER)
 
 
 @pytest.fixture(scope="session", autouse=True)
