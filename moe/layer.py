@@ -37,7 +37,7 @@ from moe.exchanged_experts import Through, depart
 from moe.experts import GroupedExperts
 from moe.feed_forward import FeedForward
 from moe.load_balance import batch_aux_loss, count_tokens, sequence_aux_loss, z_loss
-from moe.router import Routing, route, router_scores, validate_routing
+from moe.router import Routing, route, validate_routing
 
 
 class BalanceScale(NamedTuple):
@@ -235,7 +235,8 @@ class MoE(nn.Module):
     def _aux_loss(
         self, routing: Routing, counts_E: Tensor, mask_T: Tensor | None, seq_len: int, scale: BalanceScale
     ) -> Tensor:
-        scores_TE = router_scores(routing.logits_TE, self.config)
+        scores_TE = routing.scores_TE
+        assert scores_TE is not None
         if self.config.aux_loss_level == "sequence":
             whole = None if self.sequence is None else self.sequence.sum
             return sequence_aux_loss(scores_TE, routing.chosen_ids_TK, mask_T, seq_len, scale.num_sequences, whole)

@@ -127,6 +127,7 @@ def reference_moe(
     y_TD = y_TD + _shared_expert(x_TD, parameters)
     counts_E = count_tokens(routing.chosen_ids_TK, config.num_experts)
     num_valid = x_TD.shape[0] if mask_T is None else mask_T.sum()
+    # Whether or not the config has that loss.
     scores_TE = router_scores(routing.logits_TE, config)
     if config.aux_loss_level == "sequence":
         aux = sequence_aux_loss(scores_TE, routing.chosen_ids_TK, mask_T, seq_len, num_sequences)

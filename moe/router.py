@@ -36,13 +36,15 @@ class Routing(NamedTuple):
     topk_ids_TK: Tensor
     # (T, K) combine weights; 0 where the id is NO_EXPERT.
     topk_weights_TK: Tensor
-    # (T, E); `router_scores` makes probabilities of them.
+    # (T, E)
     logits_TE: Tensor
     # int64 scalar: pairs dropped by capacity.
     dropped: Tensor
     # (T, K) int64, the choice before capacity (padding is NO_EXPERT): what balancing must count, because counts cut
     # at the capacity no longer tell how overloaded an expert is. The same tensor as topk_ids_TK when dropless.
     chosen_ids_TK: Tensor
+    # (T, E) `router_scores` of the logits; None if neither weights nor an auxiliary loss come from them.
+    scores_TE: Tensor | None
 
 
 def validate_routing(config: MoEConfig) -> None:
@@ -90,8 +92,9 @@ def route(
         raise ValueError(f"{x_TD.shape[0]} tokens are not a whole number of sequences of seq_len={seq_len}")
     logits_TE = _router_logits(x_TD, weight_ED, bias_E, token_mask_T)
     from_logits = config.score_function == "softmax" and config.normalize_topk
+    only_choose = from_logits and config.aux_loss == 0
     # Backward need not keep scores that only choose.
-    scores_TE = router_scores(logits_TE.detach() if from_logits else logits_TE, config)
+    scores_TE = router_scores(logits_TE.detach() if only_choose else logits_TE, config)
     with torch.no_grad():
         ids_TK = keep_choice(_choose(logits_TE, scores_TE, expert_bias_E, config, seq_len, sequence))
         chosen_ids_TK = ids_TK if token_mask_T is None else ids_TK.masked_fill(~token_mask_T[:, None], NO_EXPERT)
@@ -103,7 +106,7 @@ def route(
     weights_TK = _combine_weights(logits_TE, scores_TE, ids_TK, config)
     if config.capacity_factor is not None or token_mask_T is not None:
         weights_TK = torch.where(kept_ids_TK >= 0, weights_TK, 0.0)
-    return Routing(kept_ids_TK, weights_TK, logits_TE, dropped, chosen_ids_TK)
+    return Routing(kept_ids_TK, weights_TK, logits_TE, dropped, chosen_ids_TK, None if only_choose else scores_TE)
 
 
 def router_scores(logits_TE: Tensor, config: MoEConfig) -> Tensor:

@@ -43,7 +43,10 @@ def _check_chunks(config: Config) -> None:
     asked, without = ("comms.measure=true", "comms.measure=false")
     if comms.chunks > 1:
         asked, without = f"comms.chunks={comms.chunks}", "comms.chunks=1"
-    needs = {"comms.backend": "symm_mem", "model.moe.backend": "fused"}
+    needs: dict[str, object] = {"comms.backend": "symm_mem"}
+    if config.model.moe.backend != "auto":
+        # Whether `auto` is fused, the device says (parallel/expert_parallel.py).
+        needs["model.moe.backend"] = "fused"
     for key, needed in {**needs, "model.moe.linear_bias": False, "model.moe.scores_before_experts": False}.items():
         section = comms if key.startswith("comms.") else config.model.moe
         value = getattr(section, key.rpartition(".")[2])

@@ -260,7 +260,7 @@ def test_compiles_into_one_graph() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend="eager")(x)
     for ours, eager in zip(compiled, step(x), strict=True):
-        assert torch.equal(ours, eager)
+        assert (ours is eager is None) or torch.equal(ours, eager)
 
 
 def _assert_same_choice(routing: Routing, ids: torch.Tensor, weights: torch.Tensor) -> None:

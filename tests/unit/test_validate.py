@@ -68,7 +68,10 @@ def refusal(words: str) -> str:
             "instead of auto; set that, or comms.chunks=1",
         ),
         ("comms.measure=true", "comms.measure=true is about rows that travel while fused kernels compute, which needs"),
-        ("comms.chunks=2 comms.backend=symm_mem", "which needs model.moe.backend=fused instead of auto"),
+        (
+            "comms.chunks=2 comms.backend=symm_mem model.moe.backend=grouped_mm",
+            "which needs model.moe.backend=fused instead of grouped_mm",
+        ),
         (
             "comms.chunks=2 comms.backend=symm_mem model.moe.backend=fused model.moe.linear_bias=true",
             "which needs model.moe.linear_bias=false instead of true",
@@ -166,7 +169,8 @@ def test_bounds_of_the_exchange_are_those_of_symmetric_memory() -> None:
 
 
 def test_chunks_travel_where_dispatch_experts_and_combine_are_one() -> None:
-    validate(with_settings("comms.chunks=2 comms.backend=symm_mem model.moe.backend=fused"))
+    for backend in ("fused", "auto"):
+        validate(with_settings(f"comms.chunks=2 comms.backend=symm_mem model.moe.backend={backend}"))
 
 
 def test_compose_validates() -> None:
