@@ -17,9 +17,10 @@ from comms.backend import BackendChoice, choose_backend
 from comms.config import CommsConfig
 from comms.nodes import make_node_groups
 from comms.payload import Payload
-from comms.record_exchange import create_record_exchange, plan_record_layout
+from comms.record_exchange import RecordLayout, create_record_exchange, plan_record_layout
 from comms.symmetric_exchange import describe_tag
-from comms.symmetric_memory import Exchange, create_exchange, plan_layout
+from comms.symmetric_memory import ArenaLayout, Exchange, create_exchange, plan_layout
+from moe.config import MoEConfig
 from moe.layer import MoE
 from parallel.mesh import Mesh, check_experts
 from parallel.tensor_parallel import split_parameter
@@ -76,11 +77,9 @@ def connect_experts(
         return choice
     assert mesh.ep_group is not None
     config, dim = layers[0].config, layers[0].router.weight.shape[1]
-    side_bytes = config.top_k * (max(dtype.itemsize, 4) + 4)
     max_tokens *= mesh.config.etp
-    sizes = mesh.config.ep, max_tokens, config.top_k, dim * dtype.itemsize, side_bytes, comms.capacity
-    if choice.backend == "nvshmem":
-        buffers = plan_record_layout(*sizes)
+    buffers = plan_buffers(choice.backend, config, dim, mesh.config.ep, max_tokens, comms, dtype)
+    if isinstance(buffers, RecordLayout):
         exchange: Exchange = create_record_exchange(
             mesh.ep_group, mesh.device, buffers, max_tokens, describe_tag, config.top_k
         )
@@ -88,7 +87,7 @@ def connect_experts(
         exchange = create_exchange(
             mesh.ep_group,
             mesh.device,
-            plan_layout(*sizes, comms.chunks),
+            buffers,
             max_tokens,
             mesh.config.timeout_seconds,
             comms.num_ctas,
@@ -97,6 +96,19 @@ def connect_experts(
             measure=comms.measure,
         )
     return choice._replace(room=use_exchange(layers, exchange))
+
+
+def plan_buffers(
+    backend: str, config: MoEConfig, dim: int, num_ranks: int, max_tokens: int, comms: CommsConfig, dtype: torch.dtype
+) -> ArenaLayout | RecordLayout:
+    """The memory of an exchange by symm_mem or nvshmem, which all MoE layers of a model share.
+
+    Args:
+        max_tokens: the most tokens that a rank brings, times etp.
+    """
+    side_bytes = config.top_k * (max(dtype.itemsize, 4) + 4)
+    sizes = num_ranks, max_tokens, config.top_k, dim * dtype.itemsize, side_bytes, comms.capacity
+    return plan_record_layout(*sizes) if backend == "nvshmem" else plan_layout(*sizes, comms.chunks)
 
 
 def use_exchange(layers: Sequence[MoE], exchange: Exchange) -> str:

@@ -135,4 +135,5 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "profile.start": _COUNT,
     "cluster.gpus_per_node": _POSITIVE,
     "cluster.peak_tflops": (_TINY, math.inf),
+    "cluster.memory_gib": (_TINY, math.inf),
 }

@@ -202,6 +202,8 @@ class ClusterConfig:
     gpus_per_node: int | None = None
     # Dense bf16 peak of one device; null means looked up by the card's name.
     peak_tflops: float | None = None
+    # GiB of one device, as CUDA counts them; null means what the card here has.
+    memory_gib: float | None = None
 
 
 @dataclass

@@ -40,6 +40,7 @@ from trainer.install_check import check_one_root
 from trainer.metrics import RunMetrics
 from trainer.optim import build_optimizer, learning_rate, set_learning_rate
 from trainer.peers import Peers
+from trainer.planner import describe_memory
 from trainer.run import RunFolder, check_architecture, write_status
 from trainer.run_lock import RunLock
 from trainer.settle import enter_folder, settle, total_steps
@@ -137,6 +138,8 @@ class Trainer:
         self.tell_data()
         self.model = build_model(config, mesh)
         if said := describe_exchange(self.model.exchange_choice):
+            self.metrics.say(said)
+        if said := describe_memory(config, mesh.world_size, device):
             self.metrics.say(said)
         if said := describe_async_tp(self.model.async_tp):
             self.metrics.say(said)
