@@ -1,4 +1,4 @@
-"""A rank's weights, gradients and moments are as trainer/planner.py plans them, to the byte, in every kind of layout."""
+"""Weights, gradients and moments of a rank are as trainer/planner.py plans them, to the byte, in all kinds of layout."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def largest(value: int) -> int:
     return max(every)
 
 
-def held(name: str, sizes: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+def held(name: str, sizes: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of the rank that has most: as they are, and as planned."""
     config = Config(
         model=MODELS[name],
@@ -65,6 +65,6 @@ def held(name: str, sizes: dict[str, int]) -> tuple[dict[str, int], dict[str, in
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek", "gpt_oss"])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items()) or "fsdp")
-def test_what_stays_is_as_planned(name: str, sizes: dict[str, int]) -> None:
+def test_what_stays_is_as_planned(name: str, sizes: dict[str, Any]) -> None:
     found, planned = run_workers(held, 4, name, sizes)[0]
     assert found == planned
