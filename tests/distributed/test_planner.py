@@ -1,4 +1,4 @@
-"""Weights, gradients and moments of a rank are as trainer/planner.py plans them, to the byte, in all kinds of layout."""
+"""Weights, gradients and moments of a rank are as trainer/planner.py plans them, to the byte, in every layout."""
 
 from typing import Any
 
