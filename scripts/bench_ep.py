@@ -25,6 +25,7 @@ process that fails, or another backend than was asked for, ends the program with
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -64,9 +65,12 @@ from scripts.ep_sides import (
     reference,
 )
 from scripts.moe_sides import ROUTINGS, SHAPES, TINY, Problem, Shape, make_problem, side_of
+from trainer.garbage import collected_together
 
 # Calls of one measurement, and clock cycles of the wait in which the host gets ahead of the device.
 CALLS, AHEAD = 4, 60_000_000
+# Steps between collections of garbage.
+NEVER = 10**9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -275,8 +279,10 @@ def load_of(share: Share) -> dict[str, list[int]]:
 def time_work(work: Work, device: torch.device, rounds: int) -> dict[str, Any]:
     """Milliseconds of forward (`fwd`) and forward with backward (`fwd_bwd`): of each rank, and of the slowest."""
     found: dict[str, Any] = {}
-    # The first round compiles and warms up.
-    measured = [[measure_calls(function, device) for function in work] for _ in range(rounds + 1)][1:]
+    gc.collect()
+    # As in a training step. The first round compiles and warms up.
+    with collected_together(NEVER):
+        measured = [[measure_calls(function, device) for function in work] for _ in range(rounds + 1)][1:]
     for name, column in zip(("fwd", "fwd_bwd"), zip(*measured, strict=True), strict=True):
         found[f"{name}_ms_by_rank"] = gathered(statistics.median(milliseconds for milliseconds, _ in column))
         found[f"{name}_ms"] = max(found[f"{name}_ms_by_rank"])
