@@ -27,6 +27,10 @@ class CommsConfig:
     # Token chunks that are pipelined through dispatch, experts and combine. More than one need backend=symm_mem and
     # model.moe.backend=fused.
     chunks: int = 1
+    # What layers keep for backward shares one arena, with room for this multiple of the expected load of all layers in
+    # one micro-batch; null means tensors of each layer's own, with room for the most that can come. What finds no room
+    # stops the run before it changes a weight. For backend=symm_mem and model.moe.backend=fused.
+    saved_headroom: float | None = None
     # Thread blocks that move rows; null means chosen by size.
     num_ctas: int | None = None
     # Measure how long devices stand still for rows that travel (perf/exposed_exchange_seconds): takes the host some

@@ -113,13 +113,24 @@ def _split_columns(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl
 
 @triton.jit(do_not_specialize=["first_segment"])
 def up_kernel(
-    x, rows, weights, w_desc, bias, offsets, h, a,
+    x, rows, weights, w_desc, bias, offsets, h, a, base,
     dim, hidden, num_experts, first_segment,
     PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
     LIMIT: tl.constexpr, SLOPE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up are one product: a block of B has the same columns of both maps."""
+    """Gate and up are one product: a block of B has the same columns of both maps.
+
+    base: where x, and rows, weights and (KEEPS) h begin in their arena.
+    """
+    if base is not None:
+        x += tl.load(base) * dim
+        first_kept = tl.load(base + 1)
+        rows += first_kept
+        weights += first_kept
+        if KEEPS:
+            h += first_kept * (2 * hidden)
     index, counts, tiles, tile_ends, tiles_n = _schedule(
         offsets, num_experts, hidden, EXPERTS, BLOCK_M, BLOCK_N, first_segment
     )
@@ -246,14 +257,20 @@ def act_kernel(
 
 @triton.jit(do_not_specialize=["first_segment"])
 def act_grad_kernel(
-    da, weights, offsets, h, dh, values, scales, dots, hidden, num_experts, first_segment,
+    da, weights, offsets, h, dh, values, scales, dots, base, hidden, num_experts, first_segment,
     CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CODED: tl.constexpr, CAST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """One program: some pairs. dh, <da, act>, and in the place of da the weighted activation.
 
     CODED: dh in e4m3, too; 128 then divides hidden.
+    base: where weights and (KEEPS) h begin in their arena.
     """
+    if base is not None:
+        first_kept = tl.load(base + 1)
+        weights += first_kept
+        if KEEPS:
+            h += first_kept * (2 * hidden)
     start = _first_pair(offsets, first_segment)
     pair = start + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = pair < tl.load(offsets + first_segment + num_experts - 1)
