@@ -14,7 +14,7 @@ graph keeps, is gone with the graph. So neither dropped graphs nor exceptions le
 keep their room for as long; backward runs in the reverse order of forward, so this is rare.
 
 There is room for the most that one layer can bring, so that a kernel never writes beyond the end. If all together have
-too little, the last ones lie over those before: gradients are then wrong, the need is noted, and no update is made
+too little, the last ones lie over those before: gradients are then anything, the need is noted, and no update is made
 (trainer/guard.py).
 
 The buffers and `ends` are not declared to torch as changed, as little as the exchange's arena is (a compiler that makes
@@ -37,6 +37,8 @@ from comms.kernels.saved import launch_reserve
 
 # Entries that are alive at the same time: layers times micro-batches whose backward is to come.
 MAX_ENTRIES = 2**14
+# What a base says: where rows begin, where items do, how many rows there are.
+BASE_WORDS = 3
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class SavedArena:
         return sum(not entry.is_over for entry in self._entries)
 
     def reserve(self, totals: Tensor, item_bound: int, tag: int) -> Tensor:
-        """int64 (2,): where the rows and items begin that `totals` says will come. Whoever keeps it keeps them.
+        """int64: where the rows and items begin that `totals` says will come; rows. Whoever keeps it keeps them.
 
         Args:
             totals: of a plan (comms/symmetric_exchange.py).
@@ -128,7 +130,7 @@ class SavedArena:
                 f"{depth} dispatches wait for their backward: call backward for each micro-batch, or set "
                 "comms.saved_headroom=null"
             )
-        base = self.ends.new_empty(2)
+        base = self.ends.new_empty(BASE_WORDS)
         room = self.room.num_rows, self.room.num_items
         launch_reserve(self.ends, totals, base, self.overflow, depth, item_bound, room, tag)
         self._entries.append(_Entry(StorageWeakRef(base.untyped_storage())))
@@ -141,6 +143,20 @@ class SavedArena:
     def give_back(self, base: Tensor) -> None:
         """Backward has read this entry. Until somebody reserves, it is still there."""
         self._find(base).given_back = True
+
+    def shortage(self) -> tuple[int, str] | None:
+        """Tag of the dispatch with the greatest need beyond the room, and what to do. Waits for the device."""
+        numbers: list[int] = self.overflow.tolist()  # pyright: ignore
+        rows, items = numbers[:3], numbers[3:]
+        if not (rows[0] or items[0]):
+            return None
+        (need, bound, tag), what = (rows, "rows") if rows[0] else (items, "pairs")
+        # Enough for both; in two digits, never less.
+        multiple = max(rows[0] / self.room.expected_rows, items[0] / self.room.expected_items)
+        return tag, (
+            f"{need} {what} of up to {self.room.num_layers} layers wait for backward, and there is room for {bound}: "
+            f"raise comms.saved_headroom to {math.ceil(100 * multiple) / 100:.2f} or more, or set it to null"
+        )
 
     def _find(self, base: Tensor) -> _Entry:
         key = StorageWeakRef(base.untyped_storage())

@@ -229,20 +229,10 @@ class Exchange:
                 f"{self.describe_tag(item_tag)}: {items} pairs fell to rank {self.global_ranks[self.rank]}, which has "
                 f"room for {item_bound}: raise model.moe.pair_capacity to {least} or more, or set it to null"
             )
-        if self.saved is not None:
-            self._check_saved(self.saved)
-
-    def _check_saved(self, saved: SavedArena) -> None:
-        numbers: list[int] = saved.overflow.tolist()  # pyright: ignore
-        room = saved.room
-        of_rows, of_items = (*numbers[:3], room.expected_rows, "rows"), (*numbers[3:], room.expected_items, "pairs")
-        for need, bound, tag, expected, what in (of_rows, of_items):
-            if need:
-                raise NoRoomError(
-                    f"{self.describe_tag(tag)}: {need} {what} of {room.num_layers} layers wait for backward on rank "
-                    f"{self.global_ranks[self.rank]}, which has room for {bound}: raise comms.saved_headroom to "
-                    f"{_raised(need, expected)} or more, or set it to null"
-                )
+        shortage = None if self.saved is None else self.saved.shortage()
+        if shortage:
+            tag, need = shortage
+            raise NoRoomError(f"{self.describe_tag(tag)}: on rank {self.global_ranks[self.rank]} {need}")
 
 
 def _raised(need: int, unit: int) -> str:

@@ -32,6 +32,7 @@ from comms.beside import Arrival, Tables, Travel, departed, start_dispatch
 from comms.operators import operator, register_fake
 from comms.payload import Payload
 from comms.put_and_take import Received
+from comms.saved_arena import BASE_WORDS
 from comms.symmetric_exchange import COMBINE, COMBINE_GRAD, DISPATCH, DISPATCH_GRAD, SymmetricPlan
 from comms.symmetric_memory import find_exchange
 from moe.fused_launches import launch_act_grad, launch_rows, launch_up, launch_weight_grad
@@ -218,7 +219,7 @@ def _(
     rows_P, weights_P, slots_RK, _ = new_pairs(num_rows, ids_TK.shape[1], num_pairs, ends_S)
     h_PH = x_TD.new_empty(num_pairs if keeps_hidden else 0, 2 * w_down_EDF.shape[2])
     y_TD, rows_RD = x_TD.new_empty(x_TD.shape), x_TD.new_empty(num_rows, x_TD.shape[1])
-    base = totals.new_empty(2 if saves else 0, dtype=torch.int64)
+    base = totals.new_empty(BASE_WORDS if saves else 0, dtype=torch.int64)
     return y_TD, rows_RD, rows_P, weights_P, slots_RK, ends_S, h_PH, base
 
 

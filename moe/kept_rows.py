@@ -23,7 +23,7 @@ class Kept(NamedTuple):
     pairs: ChunkedPairs
     # No rows: it is made again.
     h_PH: Tensor
-    # int64 (2,): where rows, and pairs, begin in the arena; None: they are not in one.
+    # int64 (comms/saved_arena.py): where rows, and pairs, begin in the arena; None: they are not in one.
     base: Tensor | None
 
 

@@ -1,7 +1,8 @@
 """The kernel that says where an exchange's rows and items are kept until backward (comms/saved_arena.py).
 
 `ends` (entries, 2) has the ends of what is kept, rows and items, one behind the other: entry n begins where n - 1 ends.
-What would go beyond the room gets the last place that holds it whole, over what others have there, and is noted.
+What would go beyond the room gets the last place that holds it whole, over what others have there, and is noted. `base`
+says where an entry's rows and items begin, and how many rows it has: indices that others wrote over stay below that.
 
 Worked example, room for 10 rows: entries of 4, 3 and 5 rows end at 4, 7 and 12 and begin at 0, 4 and 5 (not 7), and a
 need of 12 is noted.
@@ -54,4 +55,5 @@ def _reserve_kernel(ends, totals, base, overflow, depth, chunks, item_bound, row
     """One program: entry `depth` gets the rows and items that `totals` says will come."""
     rows, items = tl.load(totals + chunks - 1), tl.minimum(tl.load(totals + chunks), item_bound)
     _reserve(ends, base, overflow, depth, rows.to(tl.int64), row_room, tag)
+    tl.store(base + 2, rows.to(tl.int64))
     _reserve(ends + 1, base + 1, overflow + 3, depth, items.to(tl.int64), item_room, tag)

@@ -141,6 +141,9 @@ def up_kernel(
         pair = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
         valid = pair < start + count
         row = tl.load(rows + pair, mask=valid, other=0).to(tl.int64)
+        if base is not None:
+            # An arena without room for all may have rows of another layer here.
+            row = tl.minimum(row, tl.load(base + 2) - 1)
         a_pointers = x + row[:, None] * dim + tl.arange(0, BLOCK_K)[None, :]
         both = tl.zeros([BLOCK_M, 2 * BLOCK_N], dtype=tl.float32)
         for k in range(0, dim, BLOCK_K):
