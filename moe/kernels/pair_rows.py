@@ -51,10 +51,8 @@ def expand_rows(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
         with torch.cuda.device(x_RD.device) if x_RD.is_cuda else torch.no_grad():
             _expand_kernel[(num_rows * triton.cdiv(width, block),)](
                 *(x_RD, slots_RK.contiguous(), out_PD, None, width, None, 0, 0),
-                SLOTS=num_slots,
-                BLOCK=block,
-                KEEPS=False,
-            )
+                SLOTS=num_slots, BLOCK=block, KEEPS=False,
+            )  # fmt: skip
     return out_PD
 
 
@@ -131,17 +129,9 @@ def expand_chunks(
     width = x_RD.shape[1]
     block = min(triton.next_power_of_2(width), COLUMNS)
     _expand_kernel[(num_rows * triton.cdiv(width, block),)](
-        x_RD,
-        slots_RK,
-        out_PD,
-        kept,
-        width,
-        row_ends_C,
-        *chunks,
-        SLOTS=slots_RK.shape[1],
-        BLOCK=block,
+        x_RD, slots_RK, out_PD, kept, width, row_ends_C, *chunks, SLOTS=slots_RK.shape[1], BLOCK=block,
         KEEPS=keeps_x and kept is not None,
-    )
+    )  # fmt: skip
 
 
 def sum_chunk(
@@ -173,14 +163,14 @@ def _row_range(row_ends, first_chunk, last_chunk):
 
 @triton.jit(do_not_specialize=["first_chunk", "last_chunk"])
 def _expand_kernel(
-    x, slots, out, base, width, row_ends, first_chunk, last_chunk, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    x, slots, out, kept, width, row_ends, first_chunk, last_chunk, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):  # fmt: skip
     """One program: one block of columns of one row; neighbours have the same row."""
-    if base is not None:
-        slots += tl.load(base) * SLOTS
+    if kept is not None:
+        slots += tl.load(kept) * SLOTS
         if KEEPS:
-            x += tl.load(base) * width
+            x += tl.load(kept) * width
     blocks = tl.cdiv(width, BLOCK)
     row = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -201,11 +191,11 @@ def _expand_kernel(
 
 @triton.jit(do_not_specialize=["chunk"])
 def _sum_kernel(
-    y, dots, slots, out, out_dots, base, width, row_ends, chunk, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+    y, dots, slots, out, out_dots, kept, width, row_ends, chunk, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program: one block of columns of one row of the chunk."""
-    if base is not None:
-        slots += tl.load(base) * SLOTS
+    if kept is not None:
+        slots += tl.load(kept) * SLOTS
     blocks = tl.cdiv(width, BLOCK)
     part = tl.program_id(0) % blocks
     first, end = _row_range(row_ends, chunk, chunk)

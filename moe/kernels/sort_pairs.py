@@ -195,14 +195,14 @@ def _scan_kernel(counts, num_blocks, BLOCKS: tl.constexpr):
 @triton.jit(do_not_specialize=["chunk", "first_id"])
 def _place_kernel(
     ids, before, rows, order, slots, offsets, weights, pair_weights, size, num_experts, num_pairs,
-    row_ends, chunk, first_id, base,
+    row_ends, chunk, first_id, kept,
     SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of pairs. base: where slots (rows), and rows and pair_weights begin in their arena."""
-    if base is not None:
-        slots += tl.load(base) * SLOTS
-        rows += tl.load(base + 1)
-        pair_weights += tl.load(base + 1)
+    """One program: one block of pairs. kept: where slots (rows), and rows and pair_weights begin in their arena."""
+    if kept is not None:
+        slots += tl.load(kept) * SLOTS
+        rows += tl.load(kept + 1)
+        pair_weights += tl.load(kept + 1)
     num_blocks = tl.num_programs(0)
     block = tl.program_id(0)
     place = tl.arange(0, BLOCK)
