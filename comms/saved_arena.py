@@ -51,6 +51,11 @@ class SavedRoom:
     expected_items: int
     num_layers: int
 
+    def num_bytes(self, width: int, num_slots: int, hidden: int | None, itemsize: int) -> int:
+        """Of an arena that `make_saved_arena` makes; `itemsize` is that of its dtype."""
+        row, item = width * itemsize + 4 * num_slots, (hidden or 0) * itemsize + 8
+        return self.num_rows * row + self.num_items * item + 16 * MAX_ENTRIES
+
 
 def plan_saved(
     num_layers: int, headroom: float, rows: tuple[float, int], items: tuple[float, int]
