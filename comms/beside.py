@@ -172,10 +172,8 @@ def depart(
         rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     else:
         assert saved is not None and saved.rows_SD.shape[1] == x_TD.shape[1] and saved.rows_SD.dtype == x_TD.dtype
-        rows_RD, base = (
-            saved.rows_SD[:num_rows],
-            saved.reserve(travel.tables.totals, saves, tag_of(travel.layer, DISPATCH)),
-        )
+        rows_RD = saved.rows_SD[:num_rows]
+        base = saved.reserve(travel.tables.totals, saves, tag_of(travel.layer, DISPATCH))
     out = Received(rows_RD, weights_RK, ids_RK)
     return Departed(sent, out, travel.there(DISPATCH, 0, sent, out, payload, beside, base), base)
 
@@ -185,6 +183,7 @@ def departed(
 ) -> Departed:  # fmt: skip
     """What `start_dispatch` has sent, or else send it now."""
     found = _DEPARTED.pop(travel.exchange.name, None)
+    assert found is None or (found.base is None) == (saves is None), "departed and arriving rows go to other places"
     return found or depart(travel, x_TD, weights_TK, ids_TK, payload, False, saves)
 
 
