@@ -36,7 +36,7 @@ from comms.saved_arena import BASE_WORDS
 from comms.symmetric_exchange import COMBINE, COMBINE_GRAD, DISPATCH, DISPATCH_GRAD, SymmetricPlan
 from comms.symmetric_memory import find_exchange
 from moe.fused_launches import launch_act_grad, launch_rows, launch_up, launch_weight_grad
-from moe.kept_rows import Kept, as_results, find_kept, new_pairs, room_for_hidden, saved_pairs
+from moe.kept_rows import as_results, find_kept, give_back, new_pairs, room_for_kept
 from moe.kernels.pair_rows import expand_chunks, sum_chunk
 from moe.kernels.sort_pairs import sort_chunk
 
@@ -157,13 +157,9 @@ def exchanged_experts_forward(
         travel, x_TD, weights_TK, ids_TK, payload_there, num_pairs if saves else None
     )
     ends_S, saved = totals.new_empty(num_chunks * num_experts), travel.exchange.saved
-    if base is None or saved is None:
-        pairs = new_pairs(travel.num_rows, ids_TK.shape[1], num_pairs, ends_S)
-    else:
-        pairs = saved_pairs(saved, travel.num_rows, num_pairs, ends_S)
     a_PF, y_PD = (x_TD.new_empty(num_pairs, width) for width in (w_down_EDF.shape[2], x_TD.shape[1]))
-    in_arena = saves and keeps_hidden
-    h_PH = room_for_hidden(saved if in_arena else None, a_PF)
+    kept = room_for_kept(saved, received.rows_RD, ids_TK.shape[1], ends_S, a_PF, keeps_hidden, base)
+    _, pairs, h_PH, _ = kept
     out_RD, y_TD = x_TD.new_empty(travel.num_rows, x_TD.shape[1]), torch.empty_like(sent.rows_RD)
     no_side = out_RD[:, :0], y_TD[:, :0]
     returned: Arrival = None
@@ -176,7 +172,7 @@ def exchanged_experts_forward(
         sort_chunk(*ours, pairs, base)
         launch_up(
             received.rows_RD, pairs.rows_P, pairs.weights_P, w_gate_up_E2FD, None, pairs.ends_S, h_PH, a_PF,
-            activation, chunk, spare, base, in_arena,
+            activation, chunk, spare, base, keeps_hidden,
         )  # fmt: skip
         launch_rows("down", a_PF, w_down_EDF, pairs.ends_S, y_PD, False, chunk=chunk, spare=spare)
         back = no_side[0], y_TD, no_side[1], payload_back
@@ -188,7 +184,7 @@ def exchanged_experts_forward(
             returned = travel.back(COMBINE, chunk, out_RD, *back, beside=chunk + 1 < num_chunks)
         arrival = coming
     travel.wait(returned)
-    return y_TD, *as_results(Kept(received.rows_RD, pairs, h_PH, base), keeps_hidden)
+    return y_TD, *as_results(kept, keeps_hidden)
 
 
 @register_fake(exchanged_experts_forward)
@@ -268,7 +264,6 @@ def exchanged_experts_backward(
     d_x_TD, d_weights_TK = torch.empty_like(dy_TD), d_weights_RK.new_empty(dy_TD.shape[0], slots_RK.shape[1])
     # What needs no gradient of the output goes first.
     expand_chunks(rows_RD, slots_RK, totals, (0, num_chunks - 1), rows_RD.shape[0], rows_PD, kept, keeps_x=True)
-    in_arena = kept is not None and keeps_hidden
     h_PH = h_PH if keeps_hidden else torch.empty_like(dh_PH)
     returned: Arrival = None
     for chunk in range(num_chunks):
@@ -283,16 +278,15 @@ def exchanged_experts_backward(
         expand_chunks(received.rows_RD, slots_RK, totals, (chunk, chunk), num_rows, dout_PD, kept)
         launch_rows("act_grad", dout_PD, w_down_EDF, ends_S, a_PF, True, chunk=chunk, spare=beside)
         act = a_PF, h_PH, weights_P, ends_S, dh_PH, dots_P, activation, w_down_EDF.shape[0]
-        launch_act_grad(*act, chunk=chunk, num_pairs=chunk_pairs, kept=kept, keeps_hidden=in_arena)
+        launch_act_grad(*act, chunk=chunk, num_pairs=chunk_pairs, kept=kept, keeps_hidden=keeps_hidden)
         launch_rows("up_grad", dh_PH, w_gate_up_E2FD.flatten(1, 2), ends_S, dx_PD, True, chunk=chunk, spare=beside)
         sum_chunk(dx_PD, slots_RK, totals, chunk, num_rows, d_rows_RD, dots_P, d_weights_RK, kept)
         back = d_rows_RD, d_weights_RK, d_x_TD, d_weights_TK
         returned = travel.back(DISPATCH_GRAD, chunk, *back, payload_back, beside=True)
         arrival = coming
 
-    if kept is not None and saved is not None:
-        # All that is read of it has been launched.
-        saved.give_back(kept)
+    # All that is read of it has been launched.
+    give_back(saved, kept)
     dw_gate_up_E2FD, dw_down_EDF = torch.empty_like(w_gate_up_E2FD), torch.empty_like(w_down_EDF)
     launch_weight_grad(dout_PD, a_PF, ends_S, dw_down_EDF, spare)
     # By now the last rows have arrived.

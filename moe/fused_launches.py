@@ -40,7 +40,7 @@ def launch_up(
     """h[p] = W[e] x[rows[p]] + b[e], gate first, and a[p] = w[p] * act(h[p]).
 
     Args:
-        keeps_hidden: h is in the arena, too.
+        keeps_hidden: if there is an arena, h is in it, too.
     """
     E, _, F, D = w_E2FD.shape
     tile = tile_for("up", (E, D, F))
@@ -50,7 +50,8 @@ def launch_up(
     up_kernel[num_programs(rows_RD, spare)](
         rows_RD, rows_P, weights_P, w_desc, b_E2F, ends_S, h_PH, a_PF, kept, D, F, E, chunk * E,
         EXPERTS=triton.next_power_of_2(E), HAS_BIAS=b_E2F is not None, EVEN_K=D % tile.k == 0, PARTS=tile.parts,
-        **activation_of(activation), **_launch(rows_RD, tile, spare), KEEPS=keeps_hidden,
+        **activation_of(activation), **_launch(rows_RD, tile, spare),
+        KEEPS=keeps_hidden and kept is not None,
     )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def launch_act_grad(
 
     Args:
         num_pairs: the most pairs of the chunk; None: all.
-        keeps_hidden: h is in the arena, too.
+        keeps_hidden: if there is an arena, h is in it, too.
     """
     P, F = da_PF.shape
     values, scales = (None, None) if coded is None else coded
@@ -93,7 +94,7 @@ def launch_act_grad(
         act_grad_kernel[(triton.cdiv(num_pairs, ACT_ROWS),)](
             da_PF, weights_P, ends_S, h_PH, dh_PH, values, scales, dots_P, kept, F, num_experts, chunk * num_experts,
             ROWS=ACT_ROWS, BLOCK=block, CODED=coded is not None, CAST=can_cast(h_PH), **activation_of(activation),
-            KEEPS=keeps_hidden,
+            KEEPS=keeps_hidden and kept is not None,
         )  # fmt: skip
 
 

@@ -41,20 +41,36 @@ def new_pairs(num_rows: int, num_slots: int, num_pairs: int, ends_S: Tensor) -> 
     return ChunkedPairs(empty(num_pairs), weights_P, empty(num_rows, num_slots), ends_S)
 
 
-def saved_pairs(saved: SavedArena, num_rows: int, num_pairs: int, ends_S: Tensor) -> ChunkedPairs:
+def room_for_kept(
+    saved: SavedArena | None, rows_RD: Tensor, num_slots: int, ends_S: Tensor, a_PF: Tensor, keeps_hidden: bool,
+    base: Tensor | None,
+) -> Kept:  # fmt: skip
+    """Tables and h, undefined, for rows that are there: in the arena if the rows are (`base`), or else elsewhere.
+
+    Args:
+        a_PF: for what h becomes.
+        keeps_hidden: until backward; or else h is nowhere but in memory of its own.
+    """
+    num_rows, (num_pairs, hidden) = rows_RD.shape[0], a_PF.shape
+    if base is None or saved is None:
+        pairs = new_pairs(num_rows, num_slots, num_pairs, ends_S)
+    else:
+        pairs = _saved_pairs(saved, num_rows, num_pairs, ends_S)
+        if keeps_hidden:
+            return Kept(rows_RD, pairs, _saved_hidden(saved, num_pairs, 2 * hidden), base)
+    return Kept(rows_RD, pairs, a_PF.new_empty(num_pairs, 2 * hidden), base)
+
+
+def _saved_pairs(saved: SavedArena, num_rows: int, num_pairs: int, ends_S: Tensor) -> ChunkedPairs:
     """Tables in the arena, of the shapes that they would have elsewhere."""
     assert num_rows <= saved.room.num_rows and num_pairs <= saved.room.num_items
     rows_P, weights_P = saved.item_rows_I[:num_pairs], saved.item_weights_I[:num_pairs]
     return ChunkedPairs(rows_P, weights_P, saved.slots_SK[:num_rows], ends_S)
 
 
-def room_for_hidden(saved: SavedArena | None, a_PF: Tensor) -> Tensor:
-    """h, undefined: in the arena or, without one, in memory of its own."""
-    num_pairs, hidden = a_PF.shape
-    if saved is None:
-        return a_PF.new_empty(num_pairs, 2 * hidden)
+def _saved_hidden(saved: SavedArena, num_pairs: int, width: int) -> Tensor:
     hidden_IH = saved.hidden_IH
-    assert hidden_IH is not None and hidden_IH.shape[1] == 2 * hidden and hidden_IH.dtype == a_PF.dtype
+    assert hidden_IH is not None and hidden_IH.shape[1] == width and hidden_IH.dtype == saved.rows_SD.dtype
     return hidden_IH[:num_pairs]
 
 
@@ -80,9 +96,15 @@ def find_kept(saved: SavedArena | None, num_rows: int, num_pairs: int, keeps_hid
     assert saved is not None
     saved.check(base)
     if keeps_hidden:
-        assert saved.hidden_IH is not None
-        h_PH = saved.hidden_IH[:num_pairs]
-    return Kept(saved.rows_SD[:num_rows], saved_pairs(saved, num_rows, num_pairs, ends_S), h_PH, base)
+        h_PH = _saved_hidden(saved, num_pairs, h_PH.shape[1])
+    return Kept(saved.rows_SD[:num_rows], _saved_pairs(saved, num_rows, num_pairs, ends_S), h_PH, base)
+
+
+def give_back(saved: SavedArena | None, base: Tensor | None) -> None:
+    """Backward has read it, if it is in the arena."""
+    if base is not None:
+        assert saved is not None
+        saved.give_back(base)
 
 
 def _none_of(tensor: Tensor) -> Tensor:
