@@ -73,17 +73,19 @@ class Travel:
         return min(self.num_rows, self.exchange.num_ranks * chunk_bound(self.exchange.max_tokens, self.num_chunks))
 
     def there(
-        self, step: int, chunk: int, sent: Received, out: Received, payload: str, beside: bool
+        self, step: int, chunk: int, sent: Received, out: Received, payload: str, beside: bool,
+        base: Tensor | None = None,
     ) -> Arrival:  # fmt: skip
         """Send a chunk of this rank's rows and side columns, and take what comes to its places in `out`.
 
         Args:
             beside: something else computes meanwhile.
+            base: where the rows of `out` begin (comms/saved_arena.py).
         """
         tables = self.tables.tokens_NT, self.routes[chunk], self.tables.totals
         tag = tag_of(self.layer, step)
         return self._launch(
-            partial(move_there, self.exchange, *sent, *tables, out, tag, payload, fill=False, beside=beside)
+            partial(move_there, self.exchange, *sent, *tables, out, tag, payload, fill=False, beside=beside, base=base)
         )
 
     def back(
@@ -148,24 +150,41 @@ class Departed(NamedTuple):
     sent: Received
     out: Received
     arrival: Arrival
+    # Where rows begin that go to the arena of what is kept; None: they have a tensor of their own.
+    base: Tensor | None
 
 
 _DEPARTED: dict[str, Departed] = {}
 
 
-def depart(travel: Travel, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str, beside: bool) -> Departed:
-    """Send the first chunk of a dispatch; the rows of all chunks get their room."""
+def depart(
+    travel: Travel, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str, beside: bool, saves: int | None
+) -> Departed:  # fmt: skip
+    """Send the first chunk of a dispatch; the rows of all chunks get their room.
+
+    Args:
+        saves: rows go to the arena of what is kept, with room for so many items beside them; None: they do not.
+    """
     sent = Received(x_TD.contiguous(), weights_TK.contiguous(), ids_TK.contiguous())
-    out = Received(*(column.new_empty(travel.num_rows, column.shape[1]) for column in sent))
-    return Departed(sent, out, travel.there(DISPATCH, 0, sent, out, payload, beside))
+    saved, base, num_rows = travel.exchange.saved, None, travel.num_rows
+    weights_RK, ids_RK = (column.new_empty(num_rows, column.shape[1]) for column in sent[1:])
+    if saves is None:
+        rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
+    else:
+        assert saved is not None and saved.rows_SD.shape[1] == x_TD.shape[1] and saved.rows_SD.dtype == x_TD.dtype
+        rows_RD = saved.rows_SD[:num_rows]
+        base = saved.reserve(travel.tables.totals, saves, tag_of(travel.layer, DISPATCH))
+    out = Received(rows_RD, weights_RK, ids_RK)
+    return Departed(sent, out, travel.there(DISPATCH, 0, sent, out, payload, beside, base), base)
 
 
 def departed(
-    travel: Travel, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str
+    travel: Travel, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str, saves: int | None
 ) -> Departed:  # fmt: skip
     """What `start_dispatch` has sent, or else send it now."""
     found = _DEPARTED.pop(travel.exchange.name, None)
-    return found or depart(travel, x_TD, weights_TK, ids_TK, payload, beside=False)
+    assert found is None or (found.base is None) == (saves is None), "departed and arriving rows go to other places"
+    return found or depart(travel, x_TD, weights_TK, ids_TK, payload, False, saves)
 
 
 @operator("start_dispatch", mutates_args=("state",))
@@ -181,7 +200,8 @@ def start_dispatch(
     name: str,
     layer: int,
     payload: str,
+    saves: int | None,
 ) -> None:
     """Send the first chunk, for the operator that asks with `departed`: something else can be computed until then."""
     travel = Travel(find_exchange(name), layer, Tables(index_NT, tokens_NT, routes, totals))
-    _DEPARTED[name] = depart(travel, x_TD, weights_TK, ids_TK, payload, beside=True)
+    _DEPARTED[name] = depart(travel, x_TD, weights_TK, ids_TK, payload, True, saves)

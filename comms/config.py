@@ -35,3 +35,7 @@ class CommsConfig:
     # Consecutive ranks of parallel.ep that share fast links. Where there are several such nodes, a row crosses the
     # network once to each node that needs it, and is passed on there. null means what the hosts of the ranks say.
     ranks_per_node: int | None = None
+    # What layers keep for backward shares one arena, with room for this multiple of the expected load of all layers in
+    # one micro-batch; null means tensors of each layer's own, with room for the most that can come. What finds no room
+    # stops the run before it changes a weight. For backend=symm_mem and model.moe.backend=fused.
+    saved_headroom: float | None = None

@@ -141,6 +141,7 @@ def move_there(
     sides: Sides = BOTH,
     fill: bool = True,
     beside: bool = False,
+    base: Tensor | None = None,
 ) -> None:
     """Put rows and side columns at their places at other ranks; take what comes, and own rows, into `out`.
 
@@ -150,6 +151,7 @@ def move_there(
         routes: of one chunk of the tokens.
         fill: write weights 0 and ids -1 behind the last row.
         beside: leave most of the device to others.
+        base: int64; number of the row of `out` that the first one becomes, which may be beyond its shape. None: 0.
     """
     is_coded = payload != "model"
     (num_rows, width), num_ids = out.rows_RD.shape, ids_TK.shape[1]
@@ -164,7 +166,7 @@ def move_there(
     with _on(exchange):
         dispatch_kernel[(put + take,)](
             exchange.pointers, exchange.errors, exchange.state, rows, weight_words, ids_TK.contiguous(), tokens_NT,
-            routes, totals, out_rows, words_of(out.weights_RK), out.ids_RK,
+            routes, totals, out_rows, words_of(out.weights_RK), out.ids_RK, base,
             exchange.rank, tag, exchange.limit, put, tokens_NT.shape[1], num_rows,
             exchange.layout.rows_at, exchange.layout.side_at,
             **_channel(exchange, ROWS), **_piece_rows(exchange, 4 * row_words), PART_ROWS=part_rows,

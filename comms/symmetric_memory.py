@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comms.kernels.flags import EXPIRED, NO_ERROR, NUM_CHANNELS, channel_words
+from comms.saved_arena import SavedArena
 
 # Regions begin at multiples of this many bytes.
 REGION_ALIGNMENT = 256
@@ -170,6 +171,8 @@ class Exchange:
     stream: torch.cuda.Stream | None = field(default=None, repr=False)
     # Beginnings and ends of what others waited for on the device; None: nobody measures.
     waits: list[tuple[torch.Event, torch.Event]] | None = field(default=None, repr=False)
+    # What is kept for backward of all layers and micro-batches; None: tensors of their own.
+    saved: SavedArena | None = None
     # Keeps the mapping alive.
     handle: object = field(default=None, repr=False)
 
@@ -226,6 +229,10 @@ class Exchange:
                 f"{self.describe_tag(item_tag)}: {items} pairs fell to rank {self.global_ranks[self.rank]}, which has "
                 f"room for {item_bound}: raise model.moe.pair_capacity to {least} or more, or set it to null"
             )
+        shortage = None if self.saved is None else self.saved.shortage()
+        if shortage:
+            tag, need = shortage
+            raise NoRoomError(f"{self.describe_tag(tag)}: on rank {self.global_ranks[self.rank]} {need}")
 
 
 def _raised(need: int, unit: int) -> str:
@@ -253,11 +260,12 @@ def exchanges() -> list[Exchange]:
 
 
 def overflow_flag() -> Tensor | None:
-    """float32 scalar on the device: 1 where a dispatch of this rank has found no room so far, else 0.
+    """float32 scalar on the device: 1 where a dispatch of this rank, or what is kept of it, has found no room so far.
 
     None without exchanges, which is so on every rank or none.
     """
     found = [exchange.overflow[::3] for exchange in exchanges()]
+    found += [exchange.saved.overflow[::3] for exchange in exchanges() if exchange.saved is not None]
     return torch.cat(found).any().float() if found else None
 
 

@@ -15,7 +15,9 @@ Pairs of all chunks stand one behind the other in buffers with room for all pair
 room of their own, and how many there are of each the device alone knows.
 
 Backward needs the received rows, indices, and h. Where the block is checkpointed only h is made again, while the
-gradients travel: rows are never sent twice (parallel/activation_checkpoint.py keeps this operator's results).
+gradients travel: rows are never sent twice (parallel/activation_checkpoint.py keeps this operator's results). They are
+results of forward, in tensors with room for the most that may come; or, with comms.saved_headroom, parts of an arena
+that all layers and micro-batches share (comms/saved_arena.py), of which forward returns only where they begin.
 
 Shape suffixes: T tokens of this rank, R room for received rows, K slots per row, P room for pairs, D model dim,
 F hidden units of one expert, H = 2 F, E experts of this rank, C chunks, S = C * E, N ranks.
@@ -30,11 +32,13 @@ from comms.beside import Arrival, Tables, Travel, departed, start_dispatch
 from comms.operators import operator, register_fake
 from comms.payload import Payload
 from comms.put_and_take import Received
+from comms.saved_arena import BASE_WORDS
 from comms.symmetric_exchange import COMBINE, COMBINE_GRAD, DISPATCH, DISPATCH_GRAD, SymmetricPlan
 from comms.symmetric_memory import find_exchange
 from moe.fused_launches import launch_act_grad, launch_rows, launch_up, launch_weight_grad
+from moe.kept_rows import as_results, find_kept, give_back, new_pairs, room_for_kept
 from moe.kernels.pair_rows import expand_chunks, sum_chunk
-from moe.kernels.sort_pairs import ChunkedPairs, sort_chunk
+from moe.kernels.sort_pairs import sort_chunk
 
 # Whether the last combine adds up each row's pairs while it sends them, instead of a pass before it. Right under the
 # interpreter; not yet measured (docs/LOG.md).
@@ -49,6 +53,10 @@ class Through(NamedTuple):
     first_id: int
     dispatch: Payload
     combine: Payload
+    # Keep h for backward; or else compute it again there.
+    keeps_hidden: bool = True
+    # Keep what backward needs in the exchange's arena; False if nobody asks for gradients, or there is none.
+    saves: bool = False
 
 
 def depart(through: Through, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
@@ -57,7 +65,8 @@ def depart(through: Through, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -
     tables = plan.index_NT, plan.tokens_NT, plan.routes, plan.totals
     name, payload = plan.exchange.name, through.dispatch.rows
     with torch.no_grad():
-        start_dispatch(plan.exchange.state, x_TD, weights_TK, ids_TK, *tables, name, plan.layer, payload)
+        saves = plan.num_items if through.saves else None
+        start_dispatch(plan.exchange.state, x_TD, weights_TK, ids_TK, *tables, name, plan.layer, payload, saves)
 
 
 def exchanged_experts(
@@ -68,16 +77,14 @@ def exchanged_experts(
     w_gate_up_E2FD: Tensor,
     w_down_EDF: Tensor,
     activation: str,
-    keeps_hidden: bool = True,
 ) -> Tensor:
     """(T, D): the weighted sum over each token's experts, wherever they are.
 
     Args:
         ids_TK: int64, of all experts; -1 for none.
-        keeps_hidden: keep h for backward; or else compute it again there.
     """
     return _ExchangedExperts.apply(  # type: ignore[no-any-return]
-        through, x_TD, weights_TK, ids_TK, w_gate_up_E2FD, w_down_EDF, activation, keeps_hidden
+        through, x_TD, weights_TK, ids_TK, w_gate_up_E2FD, w_down_EDF, activation
     )
 
 
@@ -92,7 +99,6 @@ class _ExchangedExperts(torch.autograd.Function):
         w_gate_up_E2FD: Tensor,
         w_down_EDF: Tensor,
         activation: str,
-        keeps_hidden: bool,
     ) -> Tensor:
         plan = through.plan
         tables = plan.index_NT, plan.tokens_NT, plan.routes, plan.totals
@@ -101,7 +107,7 @@ class _ExchangedExperts(torch.autograd.Function):
         y_TD, *kept = exchanged_experts_forward(
             plan.exchange.state, x_TD, weights_TK, ids_TK, w_gate_up_E2FD, w_down_EDF, *tables,
             plan.exchange.name, plan.layer, plan.num_items, through.first_id, activation,
-            through.dispatch.rows, through.combine.rows, keeps_hidden,
+            through.dispatch.rows, through.combine.rows, through.keeps_hidden, through.saves,
         )  # fmt: skip
         ctx.save_for_backward(*kept, w_gate_up_E2FD, w_down_EDF, *tables)
         return y_TD
@@ -111,10 +117,11 @@ class _ExchangedExperts(torch.autograd.Function):
         plan, *payloads = ctx.through.plan, ctx.through.combine.grads, ctx.through.dispatch.grads
         found = exchanged_experts_backward(
             plan.exchange.state, grads[0], *ctx.saved_tensors,
-            plan.exchange.name, plan.layer, ctx.activation, *payloads, ctx.weights_dtype,
+            plan.exchange.name, plan.layer, plan.num_items, ctx.activation, *payloads, ctx.weights_dtype,
+            ctx.through.keeps_hidden,
         )  # fmt: skip
         d_x_TD, d_weights_TK, dw_gate_up_E2FD, dw_down_EDF = found
-        return None, d_x_TD, d_weights_TK, None, dw_gate_up_E2FD, dw_down_EDF, None, None
+        return None, d_x_TD, d_weights_TK, None, dw_gate_up_E2FD, dw_down_EDF, None
 
 
 @operator("exchanged_experts_forward", mutates_args=("state",))
@@ -137,50 +144,47 @@ def exchanged_experts_forward(
     payload_there: str,
     payload_back: str,
     keeps_hidden: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y_TD; then, for backward, received rows, pairs as in moe/kernels/sort_pairs.py, and h (no rows: not kept)."""
+    saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y_TD; then, for backward, received rows, pairs as in moe/kernels/sort_pairs.py, h (no rows: not kept), nothing.
+
+    If it saves: the end of each expert's pairs, and where all else begins in the arena; the others are empty.
+    """
     travel = Travel(find_exchange(name), layer, Tables(index_NT, tokens_NT, routes, totals))
     num_experts, num_chunks, num_rows = w_down_EDF.shape[0], travel.num_chunks, travel.chunk_rows
     spare = travel.programs if num_chunks > 1 else 0
-    sent, received, arrival = departed(travel, x_TD, weights_TK, ids_TK, payload_there)
-    pairs = _empty_pairs(received.ids_RK, num_pairs, num_chunks * num_experts)
-    h_PH, a_PF, y_PD = (
-        x_TD.new_empty(num_pairs, width) for width in (2 * w_down_EDF.shape[2], w_down_EDF.shape[2], x_TD.shape[1])
+    sent, received, arrival, base = departed(
+        travel, x_TD, weights_TK, ids_TK, payload_there, num_pairs if saves else None
     )
-    out_RD, y_TD = torch.empty_like(received.rows_RD), torch.empty_like(sent.rows_RD)
+    ends_S, saved = totals.new_empty(num_chunks * num_experts), travel.exchange.saved
+    a_PF, y_PD = (x_TD.new_empty(num_pairs, width) for width in (w_down_EDF.shape[2], x_TD.shape[1]))
+    kept = room_for_kept(saved, received.rows_RD, ids_TK.shape[1], ends_S, a_PF, keeps_hidden, base)
+    _, pairs, h_PH, _ = kept
+    out_RD, y_TD = x_TD.new_empty(travel.num_rows, x_TD.shape[1]), torch.empty_like(sent.rows_RD)
     no_side = out_RD[:, :0], y_TD[:, :0]
     returned: Arrival = None
     for chunk in range(num_chunks):
         coming = None
         if chunk + 1 < num_chunks:
-            coming = travel.there(DISPATCH, chunk + 1, sent, received, payload_there, beside=True)
+            coming = travel.there(DISPATCH, chunk + 1, sent, received, payload_there, beside=True, base=base)
         travel.wait(arrival)
         ours = received.ids_RK, received.weights_RK, totals, chunk, num_rows, first_id, num_experts
-        sort_chunk(*ours, pairs)
+        sort_chunk(*ours, pairs, base)
         launch_up(
             received.rows_RD, pairs.rows_P, pairs.weights_P, w_gate_up_E2FD, None, pairs.ends_S, h_PH, a_PF,
-            activation, chunk, spare,
+            activation, chunk, spare, base, keeps_hidden,
         )  # fmt: skip
         launch_rows("down", a_PF, w_down_EDF, pairs.ends_S, y_PD, False, chunk=chunk, spare=spare)
         back = no_side[0], y_TD, no_side[1], payload_back
-        if ADDS_UP_ON_THE_WAY and chunk + 1 == num_chunks and payload_back == "model":
+        if ADDS_UP_ON_THE_WAY and chunk + 1 == num_chunks and payload_back == "model" and base is None:
             # Nothing else is left to do: the exchange itself adds up each row's pairs.
             returned = travel.back(COMBINE, chunk, y_PD, *back, beside=False, slots_RS=pairs.slots_RK)
         else:
-            sum_chunk(y_PD, pairs.slots_RK, totals, chunk, num_rows, out_RD)
+            sum_chunk(y_PD, pairs.slots_RK, totals, chunk, num_rows, out_RD, kept=base)
             returned = travel.back(COMBINE, chunk, out_RD, *back, beside=chunk + 1 < num_chunks)
         arrival = coming
     travel.wait(returned)
-    kept_PH = h_PH if keeps_hidden else h_PH.new_empty(0, h_PH.shape[1])
-    return y_TD, received.rows_RD, pairs.rows_P, pairs.weights_P, pairs.slots_RK, pairs.ends_S, kept_PH
-
-
-def _empty_pairs(ids_RK: Tensor, num_pairs: int, num_segments: int) -> ChunkedPairs:
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return ids_RK.new_empty(shape, dtype=dtype)
-
-    weights_P = empty(num_pairs, dtype=torch.float32)
-    return ChunkedPairs(empty(num_pairs), weights_P, empty(*ids_RK.shape), empty(num_segments))
+    return y_TD, *as_results(kept, keeps_hidden)
 
 
 @register_fake(exchanged_experts_forward)
@@ -203,13 +207,16 @@ def _(
     payload_there: str,
     payload_back: str,
     keeps_hidden: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    num_rows = find_exchange(name).layout.row_bound
-    ids_RK = ids_TK.new_empty(num_rows, ids_TK.shape[1])
-    pairs = _empty_pairs(ids_RK, num_pairs, routes.shape[0] * w_down_EDF.shape[0])
+    saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_rows = 0 if saves else find_exchange(name).layout.row_bound
+    num_pairs = 0 if saves else num_pairs
+    ends_S = totals.new_empty(routes.shape[0] * w_down_EDF.shape[0])
+    rows_P, weights_P, slots_RK, _ = new_pairs(num_rows, ids_TK.shape[1], num_pairs, ends_S)
     h_PH = x_TD.new_empty(num_pairs if keeps_hidden else 0, 2 * w_down_EDF.shape[2])
     y_TD, rows_RD = x_TD.new_empty(x_TD.shape), x_TD.new_empty(num_rows, x_TD.shape[1])
-    return y_TD, rows_RD, pairs.rows_P, pairs.weights_P, pairs.slots_RK, pairs.ends_S, h_PH
+    base = totals.new_empty(BASE_WORDS if saves else 0, dtype=torch.int64)
+    return y_TD, rows_RD, rows_P, weights_P, slots_RK, ends_S, h_PH, base
 
 
 @operator("exchanged_experts_backward", mutates_args=("state",))
@@ -222,6 +229,7 @@ def exchanged_experts_backward(
     slots_RK: Tensor,
     ends_S: Tensor,
     h_PH: Tensor,
+    base: Tensor,
     w_gate_up_E2FD: Tensor,
     w_down_EDF: Tensor,
     index_NT: Tensor,
@@ -230,48 +238,55 @@ def exchanged_experts_backward(
     totals: Tensor,
     name: str,
     layer: int,
+    num_pairs: int,
     activation: str,
     payload_there: str,
     payload_back: str,
     weights_dtype: torch.dtype,
+    keeps_hidden: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x_TD, weights_TK, w_gate_up and w_down."""
     travel = Travel(find_exchange(name), layer, Tables(index_NT, tokens_NT, routes, totals))
     num_chunks, num_rows, spare = travel.num_chunks, travel.chunk_rows, travel.programs
-    num_pairs, hidden, dim, keeps_hidden = rows_P.shape[0], w_down_EDF.shape[2], dy_TD.shape[1], h_PH.shape[0] > 0
+    hidden, dim, saved = w_down_EDF.shape[2], dy_TD.shape[1], travel.exchange.saved
+    results = rows_RD, rows_P, weights_P, slots_RK, ends_S, h_PH, base
+    rows_RD, pairs, h_PH, kept = find_kept(saved, travel.num_rows, num_pairs, keeps_hidden, results)
+    rows_P, weights_P, slots_RK, _ = pairs
     chunk_pairs = min(num_pairs, num_rows * min(slots_RK.shape[1], w_down_EDF.shape[0]))
     dy_TD = dy_TD.contiguous()
-    sent, received = _no_side(dy_TD), _no_side(torch.empty_like(rows_RD))
+    sent, received = _no_side(dy_TD), _no_side(rows_RD.new_empty(rows_RD.shape))
     arrival = travel.there(COMBINE_GRAD, 0, sent, received, payload_there, beside=not keeps_hidden)
 
     rows_PD, dout_PD, dx_PD = (dy_TD.new_empty(num_pairs, dim) for _ in range(3))
     dh_PH, a_PF = dy_TD.new_empty(num_pairs, 2 * hidden), dy_TD.new_empty(num_pairs, hidden)
-    dots_P, d_rows_RD = torch.empty_like(weights_P), torch.empty_like(rows_RD)
+    dots_P, d_rows_RD = weights_P.new_empty(weights_P.shape), rows_RD.new_empty(rows_RD.shape)
     d_weights_RK = dy_TD.new_empty(slots_RK.shape, dtype=weights_dtype)
     d_x_TD, d_weights_TK = torch.empty_like(dy_TD), d_weights_RK.new_empty(dy_TD.shape[0], slots_RK.shape[1])
     # What needs no gradient of the output goes first.
-    expand_chunks(rows_RD, slots_RK, totals, (0, num_chunks - 1), rows_RD.shape[0], rows_PD)
+    expand_chunks(rows_RD, slots_RK, totals, (0, num_chunks - 1), rows_RD.shape[0], rows_PD, kept, keeps_x=True)
     h_PH = h_PH if keeps_hidden else torch.empty_like(dh_PH)
     returned: Arrival = None
     for chunk in range(num_chunks):
         if not keeps_hidden:
             up = rows_RD, rows_P, weights_P, w_gate_up_E2FD, None, ends_S, h_PH, a_PF, activation
-            launch_up(*up, chunk, spare)
+            launch_up(*up, chunk, spare, kept)
         coming = None
         if chunk + 1 < num_chunks:
             coming = travel.there(COMBINE_GRAD, chunk + 1, sent, received, payload_there, beside=True)
         travel.wait(arrival)
         beside = spare if num_chunks > 1 else 0
-        expand_chunks(received.rows_RD, slots_RK, totals, (chunk, chunk), num_rows, dout_PD)
+        expand_chunks(received.rows_RD, slots_RK, totals, (chunk, chunk), num_rows, dout_PD, kept)
         launch_rows("act_grad", dout_PD, w_down_EDF, ends_S, a_PF, True, chunk=chunk, spare=beside)
         act = a_PF, h_PH, weights_P, ends_S, dh_PH, dots_P, activation, w_down_EDF.shape[0]
-        launch_act_grad(*act, chunk=chunk, num_pairs=chunk_pairs)
+        launch_act_grad(*act, chunk=chunk, num_pairs=chunk_pairs, kept=kept, keeps_hidden=keeps_hidden)
         launch_rows("up_grad", dh_PH, w_gate_up_E2FD.flatten(1, 2), ends_S, dx_PD, True, chunk=chunk, spare=beside)
-        sum_chunk(dx_PD, slots_RK, totals, chunk, num_rows, d_rows_RD, dots_P, d_weights_RK)
+        sum_chunk(dx_PD, slots_RK, totals, chunk, num_rows, d_rows_RD, dots_P, d_weights_RK, kept)
         back = d_rows_RD, d_weights_RK, d_x_TD, d_weights_TK
         returned = travel.back(DISPATCH_GRAD, chunk, *back, payload_back, beside=True)
         arrival = coming
 
+    # All that is read of it has been launched.
+    give_back(saved, kept)
     dw_gate_up_E2FD, dw_down_EDF = torch.empty_like(w_gate_up_E2FD), torch.empty_like(w_down_EDF)
     launch_weight_grad(dout_PD, a_PF, ends_S, dw_down_EDF, spare)
     # By now the last rows have arrived.
@@ -295,6 +310,7 @@ def _(
     slots_RK: Tensor,
     ends_S: Tensor,
     h_PH: Tensor,
+    base: Tensor,
     w_gate_up_E2FD: Tensor,
     w_down_EDF: Tensor,
     index_NT: Tensor,
@@ -303,10 +319,12 @@ def _(
     totals: Tensor,
     name: str,
     layer: int,
+    num_pairs: int,
     activation: str,
     payload_there: str,
     payload_back: str,
     weights_dtype: torch.dtype,
+    keeps_hidden: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_weights_TK = dy_TD.new_empty(dy_TD.shape[0], slots_RK.shape[1], dtype=weights_dtype)
     return dy_TD.new_empty(dy_TD.shape), d_weights_TK, torch.empty_like(w_gate_up_E2FD), torch.empty_like(w_down_EDF)

@@ -100,9 +100,7 @@ class GroupedExperts(nn.Module):
         w_gate_up, w_down = local(self.w_gate_up), local(self.w_down)
         if through is not None:
             weights = w_gate_up, w_down
-            return exchanged_experts(
-                through, rows_RD, weights_RK, ids_RK, *weights, self.config.activation, self.keeps_hidden
-            )
+            return exchanged_experts(through, rows_RD, weights_RK, ids_RK, *weights, self.config.activation)
         backend = resolve_backend(self.config.backend, rows_RD.dtype, rows_RD.device)
         b_gate_up = None if self.b_gate_up is None else local(self.b_gate_up)
         b_down = local(self.b_down) if self.b_down is not None and self.adds_down_bias else None

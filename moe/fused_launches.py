@@ -3,6 +3,7 @@
     ends_S    int32; end of each expert's pairs, chunk by chunk of the rows
     chunk     whose pairs a launch works on: one descriptor and one table serve all of them
     spare     multiprocessors to leave to an exchange that travels meanwhile
+    kept      the base of rows, tables and h, if they are in an arena (comms/saved_arena.py)
 
 The kernels are persistent and deal their tiles out beforehand: a program that finds no multiprocessor starts when the
 others end. So beside an exchange there must be fewer of them.
@@ -33,18 +34,24 @@ ACT_ROWS, ACT_COLUMNS = 8, 256
 
 def launch_up(
     rows_RD: Tensor, rows_P: Tensor, weights_P: Tensor, w_E2FD: Tensor, b_E2F: Tensor | None, ends_S: Tensor,
-    h_PH: Tensor, a_PF: Tensor, activation: str, chunk: int = 0, spare: int = 0,
+    h_PH: Tensor, a_PF: Tensor, activation: str, chunk: int = 0, spare: int = 0, kept: Tensor | None = None,
+    keeps_hidden: bool = False,
 ) -> None:  # fmt: skip
-    """h[p] = W[e] x[rows[p]] + b[e], gate first, and a[p] = w[p] * act(h[p])."""
+    """h[p] = W[e] x[rows[p]] + b[e], gate first, and a[p] = w[p] * act(h[p]).
+
+    Args:
+        keeps_hidden: if there is an arena, h is in it, too.
+    """
     E, _, F, D = w_E2FD.shape
     tile = tile_for("up", (E, D, F))
     if rows_P.shape[0] == 0:
         return
     w_desc = TensorDescriptor.from_tensor(w_E2FD.view(E * 2, F, D), [2, tile.n, tile.k])
     up_kernel[num_programs(rows_RD, spare)](
-        rows_RD, rows_P, weights_P, w_desc, b_E2F, ends_S, h_PH, a_PF, D, F, E, chunk * E,
+        rows_RD, rows_P, weights_P, w_desc, b_E2F, ends_S, h_PH, a_PF, kept, D, F, E, chunk * E,
         EXPERTS=triton.next_power_of_2(E), HAS_BIAS=b_E2F is not None, EVEN_K=D % tile.k == 0, PARTS=tile.parts,
         **activation_of(activation), **_launch(rows_RD, tile, spare),
+        KEEPS=keeps_hidden and kept is not None,
     )  # fmt: skip
 
 
@@ -71,11 +78,13 @@ def launch_rows(
 def launch_act_grad(
     da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, ends_S: Tensor, dh_PH: Tensor, dots_P: Tensor, activation: str,
     num_experts: int, coded: tuple[Tensor, Tensor] | None = None, chunk: int = 0, num_pairs: int | None = None,
+    kept: Tensor | None = None, keeps_hidden: bool = False,
 ) -> None:  # fmt: skip
     """dh and <da, act(h)>; in the place of da stands w[p] * act(h[p]). Coded: dh in e4m3 and its scales, too.
 
     Args:
         num_pairs: the most pairs of the chunk; None: all.
+        keeps_hidden: if there is an arena, h is in it, too.
     """
     P, F = da_PF.shape
     values, scales = (None, None) if coded is None else coded
@@ -83,8 +92,9 @@ def launch_act_grad(
     num_pairs = P if num_pairs is None else num_pairs
     if num_pairs:
         act_grad_kernel[(triton.cdiv(num_pairs, ACT_ROWS),)](
-            da_PF, weights_P, ends_S, h_PH, dh_PH, values, scales, dots_P, F, num_experts, chunk * num_experts,
+            da_PF, weights_P, ends_S, h_PH, dh_PH, values, scales, dots_P, kept, F, num_experts, chunk * num_experts,
             ROWS=ACT_ROWS, BLOCK=block, CODED=coded is not None, CAST=can_cast(h_PH), **activation_of(activation),
+            KEEPS=keeps_hidden and kept is not None,
         )  # fmt: skip
 
 

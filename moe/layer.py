@@ -196,7 +196,10 @@ class MoE(nn.Module):
         """How rows travel while experts compute; None where steps 3 to 5 are taken one by one."""
         if not (isinstance(plan, SymmetricPlan) and self.experts.can_exchange(x_TD.dtype, x_TD.device)):
             return None
-        return Through(plan, self.first_id, self.dispatch_payload, self.combine_payload)
+        saves = plan.exchange.saved is not None and torch.is_grad_enabled()
+        return Through(
+            plan, self.first_id, self.dispatch_payload, self.combine_payload, self.experts.keeps_hidden, saves
+        )
 
     @property
     def num_ranks(self) -> int:

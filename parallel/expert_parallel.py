@@ -7,7 +7,9 @@ With etp > 1 a rank's experts have their share of the hidden units, and their re
 bias of the down map is whole on every rank and added by one of them.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -18,10 +20,12 @@ from comms.config import CommsConfig
 from comms.nodes import make_node_groups
 from comms.payload import Payload
 from comms.record_exchange import RecordLayout, create_record_exchange, plan_record_layout
+from comms.saved_arena import SavedArena, make_saved_arena, plan_saved
 from comms.symmetric_exchange import describe_tag
-from comms.symmetric_memory import ArenaLayout, Exchange, create_exchange, plan_layout
+from comms.symmetric_memory import ArenaLayout, Exchange, create_exchange, plan_layout, register
 from moe.config import MoEConfig
 from moe.layer import MoE
+from moe.linear_maps import local
 from parallel.mesh import Mesh, check_experts
 from parallel.tensor_parallel import split_parameter
 
@@ -67,7 +71,7 @@ def connect_experts(
         layer.dispatch_payload = Payload(comms.payload.dispatch, comms.payload.dispatch_grad)
         layer.combine_payload = Payload(comms.payload.combine, comms.payload.combine_grad)
     choice = choose_backend(comms, mesh.ep_group, mesh.device)
-    if comms.chunks > 1:
+    if comms.chunks > 1 or comms.saved_headroom is not None:
         _check_chunks(layers, comms, choice.backend, dtype, mesh.device)
     if mesh.ep_group is not None:
         nodes = make_node_groups(mesh.ep_group, choice.ranks_per_node, mesh.config.timeout_seconds)
@@ -95,6 +99,10 @@ def connect_experts(
             items_per_token=config.top_k,
             measure=comms.measure,
         )
+    if comms.saved_headroom is not None:
+        exchange = share_saved(
+            layers, exchange, comms.saved_headroom, mesh.config.activation_checkpoint == "none", dtype
+        )
     return choice._replace(room=use_exchange(layers, exchange))
 
 
@@ -118,7 +126,50 @@ def use_exchange(layers: Sequence[MoE], exchange: Exchange) -> str:
     layout, pairs = exchange.layout, max(layer.pair_room(exchange) for layer in layers)
     return (
         f"an arena of {layout.num_bytes / 2**30:.2f} GiB per rank; room for {layout.row_bound:,} rows and {pairs:,} "
-        "(row, expert) pairs of one layer"
+        f"(row, expert) pairs of one layer{_describe_saved(exchange.saved)}"
+    )
+
+
+def share_saved(
+    layers: Sequence[MoE], exchange: Exchange, headroom: float, keeps_hidden: bool, dtype: torch.dtype
+) -> Exchange:
+    """The same exchange with an arena for what the layers keep for backward.
+
+    Args:
+        headroom: room for this multiple of the expected load of all layers.
+        keeps_hidden: experts keep h, too: where blocks are not checkpointed.
+        dtype: of the rows.
+    """
+    first = layers[0]
+    rows = expected_rows(first.config, exchange.num_ranks, exchange.max_tokens), exchange.layout.row_bound
+    items = exchange.max_tokens * first.config.top_k, max(layer.pair_room(exchange) for layer in layers)
+    # This rank's slice of an expert's hidden units.
+    hidden = 2 * local(first.experts.w_down).shape[2] if keeps_hidden else None
+    width = first.router.weight.shape[1]
+    room = plan_saved(len(layers), headroom, rows, items)
+    saved = make_saved_arena(room, width, first.config.top_k, hidden, dtype, exchange.arena.device)
+    return register(replace(exchange, saved=saved))
+
+
+def expected_rows(config: MoEConfig, num_ranks: int, num_tokens: int) -> float:
+    """Rows that a rank receives if each of `num_tokens` tokens of every rank chooses any top_k experts alike.
+
+    1 minus the chance that none of a token's experts is here, C(E - E/N, K) / C(E, K), for each token of N ranks.
+    Groups of experts (config.top_groups) make it less.
+    """
+    experts, top_k = config.num_experts, config.top_k
+    nowhere = math.comb(experts - experts // num_ranks, top_k) / math.comb(experts, top_k)
+    return num_ranks * num_tokens * (1 - nowhere)
+
+
+def _describe_saved(saved: SavedArena | None) -> str:
+    if saved is None:
+        return ""
+    room = saved.room
+    return (
+        f"; {saved.num_bytes:,} bytes ({saved.num_bytes / 2**30:.2f} GiB) for what {room.num_layers} layers keep for "
+        f"backward: {room.num_rows:,} rows and {room.num_items:,} pairs, where {room.expected_rows:,} and "
+        f"{room.expected_items:,} are expected"
     )
 
 
@@ -128,10 +179,16 @@ def _check_chunks(
     """Whether rows can travel while experts compute. One rank has nothing that travels, and that is fine."""
     if backend == "none":
         return
+    asked, without = f"comms.chunks={comms.chunks} lets rows travel", "comms.chunks=1"
+    if comms.chunks == 1:
+        asked, without = (
+            f"comms.saved_headroom={comms.saved_headroom} is for rows that travel",
+            "comms.saved_headroom=null",
+        )
     if backend != "symm_mem" or not all(layer.experts.can_exchange(dtype, device) for layer in layers):
         raise ValueError(
-            f"comms.chunks={comms.chunks} lets rows travel while experts compute: it needs comms.backend=symm_mem and "
-            "model.moe.backend=fused, without biases and recipes of low precision; or set comms.chunks=1"
+            f"{asked} while experts compute: it needs comms.backend=symm_mem and model.moe.backend=fused, without "
+            f"biases and recipes of low precision; or set {without}"
         )
 
 

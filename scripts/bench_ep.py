@@ -115,6 +115,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunks", default="1", help="comms.chunks of symm_mem, some in turn; default: %(default)s")
     parser.add_argument("--capacity", type=float, help="comms.capacity; default: the most that can come")
     parser.add_argument("--pair-capacity", type=float, help="model.moe.pair_capacity; default: the same")
+    parser.add_argument("--saved-headroom", type=float, help="comms.saved_headroom of symm_mem; default: no arena")
     parser.add_argument("--num-ctas", type=int, help="thread blocks that put; default: by size")
     parser.add_argument("--tokens", type=int, default=8192, help="per rank; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5)
@@ -148,6 +149,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--chunks are numbers divided by commas ({error})")
     if min(arguments.chunks) < 1 or (max(arguments.chunks) > 1 and arguments.experts != ["fused"]):
         parser.error("--chunks must be positive; more than one need --experts fused")
+    if arguments.saved_headroom is not None and (arguments.saved_headroom < 1 or arguments.experts != ["fused"]):
+        parser.error("--saved-headroom must be at least 1, and needs --experts fused")
     return arguments
 
 
@@ -175,8 +178,19 @@ def shape_of(name: str, arguments: argparse.Namespace) -> Shape:
 
 def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
     """What was measured, where, and with which code."""
-    names = ("nproc", "etp", "payload", "chunks", "capacity", "pair_capacity", "num_ctas", "rounds", "tune")
-    chosen = {name: getattr(arguments, name) for name in names}
+    names = (
+        "nproc",
+        "etp",
+        "payload",
+        "chunks",
+        "capacity",
+        "pair_capacity",
+        "saved_headroom",
+        "num_ctas",
+        "rounds",
+        "tune",
+    )
+    chosen = {name: getattr(arguments, name) for name in (*names, "tune")}
     return {**chosen, "compiled": not arguments.eager, **stamp(arguments, machine)}
 
 
@@ -238,12 +252,12 @@ def measure_shape(shape: Shape, arguments: argparse.Namespace, mesh: Mesh) -> li
 
 
 def comms_of(backend: str, arguments: argparse.Namespace) -> CommsConfig:
-    """Settings of the exchange; bounds mean nothing to collectives, chunks something to symm_mem alone."""
+    """Settings of the exchange; bounds mean nothing to collectives, chunks and an arena something to symm_mem alone."""
     payload = PayloadConfig(**{field.name: arguments.payload for field in fields(PayloadConfig)})
-    capacity, chunks = None if backend == "collective" else arguments.capacity, 1
+    capacity, chunks, headroom = None if backend == "collective" else arguments.capacity, 1, None
     if backend == "symm_mem":
-        chunks = max(arguments.chunks)
-    return CommsConfig(backend, payload, capacity, chunks, arguments.num_ctas)
+        chunks, headroom = max(arguments.chunks), arguments.saved_headroom
+    return CommsConfig(backend, payload, capacity, chunks, arguments.num_ctas, saved_headroom=headroom)
 
 
 def measure_layers(

@@ -38,11 +38,14 @@ def _check_room(config: Config) -> None:
 def _check_chunks(config: Config) -> None:
     """What only the operator knows that is dispatch, experts and combine at once."""
     comms = config.comms
-    if comms.chunks == 1 and not comms.measure:
-        return
-    asked, without = ("comms.measure=true", "comms.measure=false")
     if comms.chunks > 1:
         asked, without = f"comms.chunks={comms.chunks}", "comms.chunks=1"
+    elif comms.saved_headroom is not None:
+        asked, without = f"comms.saved_headroom={comms.saved_headroom}", "comms.saved_headroom=null"
+    elif comms.measure:
+        asked, without = "comms.measure=true", "comms.measure=false"
+    else:
+        return
     needs: dict[str, object] = {"comms.backend": "symm_mem"}
     if config.model.moe.backend != "auto":
         # Whether `auto` is fused, the device says (parallel/expert_parallel.py).

@@ -112,6 +112,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "parallel.timeout_seconds": _POSITIVE,
     "comms.capacity": (_TINY, math.inf),
     "comms.chunks": _POSITIVE,
+    "comms.saved_headroom": (1, math.inf),
     "comms.num_ctas": _POSITIVE,
     "comms.ranks_per_node": _POSITIVE,
     "data.train.*.weight": (_TINY, math.inf),

@@ -27,9 +27,10 @@ from typing import NamedTuple
 
 import torch
 
+from comms.saved_arena import plan_saved
 from comms.symmetric_memory import room_for
 from parallel.config import ParallelConfig
-from parallel.expert_parallel import HIDDEN_DIM, plan_buffers
+from parallel.expert_parallel import HIDDEN_DIM, expected_rows, plan_buffers
 from parallel.fsdp import expert_shard_dim
 from trainer.build import DTYPES, meta_model
 from trainer.compose import compose
@@ -55,7 +56,7 @@ class MemoryPlan:
     moments: int
     # Kept for backward, all blocks together, one micro-batch.
     activations: int
-    # Buffers of comms.backend=symm_mem or nvshmem.
+    # Buffers of comms.backend=symm_mem or nvshmem, and the arena of comms.saved_headroom.
     exchange: int
     # The most of everything at once, and when that is.
     peak: int
@@ -88,7 +89,7 @@ def plan_memory(config: Config, num_ranks: int, device_type: str = "cuda") -> Me
     kept = root.kept + sum(block.kept for block in blocks)
     wide = torch.promote_types(compute, torch.float32).itemsize
     moments = 2 * kept * master.itemsize if config.optim.name == "adamw" else 0
-    exchange = exchange_bytes(config, sizes, compute)
+    exchange = exchange_bytes(config, sizes, compute) + saved_bytes(config, sizes, compute)
     saved = [block_activations(config, sizes, layer, compute) for layer in range(len(blocks))]
     always = kept * master.itemsize + moments + exchange
     # Weights of the root stay gathered; its head's gradient exists from the loss on.
@@ -160,7 +161,9 @@ def block_activations(config: Config, sizes: ParallelConfig, layer: int, dtype: 
     mode, model = sizes.activation_checkpoint, config.model
     is_dense = layer < model.num_dense_layers
     own, inside = _tokens(config, sizes)
-    sent = 0 if is_dense or sizes.ep * sizes.etp == 1 else _received_rows(config, sizes) * model.dim * dtype.itemsize
+    sent = 0
+    if not (is_dense or sizes.ep * sizes.etp == 1 or _in_arena(config, sizes)):
+        sent = _received_rows(config, sizes) * model.dim * dtype.itemsize
     if mode == "full":
         # Its input; rows are never sent twice, so those that came are kept.
         return own * model.dim * dtype.itemsize + sent
@@ -176,6 +179,8 @@ def _recomputed(config: Config, sizes: ParallelConfig, layer: int, dtype: torch.
     """What a checkpointed block makes again while its backward runs."""
     if sizes.activation_checkpoint == "none":
         return 0
+    # Wherever rows are kept.
+    config = replace(config, comms=replace(config.comms, saved_headroom=None))
     plain = replace(sizes, activation_checkpoint="none")
     return max(block_activations(config, plain, layer, dtype) - block_activations(config, sizes, layer, dtype), 0)
 
@@ -213,13 +218,18 @@ def _moe_numbers(config: Config, sizes: ParallelConfig, own: int, mode: str) -> 
     model, moe = config.model, config.model.moe
     pairs, hidden = _pairs(config, sizes), moe.expert_dim // sizes.etp
     numbers = own * (2 * model.dim + 3 * moe.shared_expert_dim)
-    if mode == "selective":
+    if mode == "selective" or _in_arena(config, sizes):
         return numbers
     rows = _received_rows(config, sizes) * model.dim if sizes.ep * sizes.etp > 1 else 0
     if moe.backend == "fused" or (moe.backend == "auto" and config.precision.recipe == "bf16"):
         return numbers + rows + pairs * 2 * hidden
     # Torch's grouped products: rows once per pair, hidden units, the weighted activation.
     return numbers + pairs * (model.dim + 3 * hidden)
+
+
+def _in_arena(config: Config, sizes: ParallelConfig) -> bool:
+    """Whether layers keep rows, and what experts keep of them, in memory that all of them share."""
+    return config.comms.saved_headroom is not None and config.comms.backend == "symm_mem" and sizes.ep > 1
 
 
 def _pairs(config: Config, sizes: ParallelConfig) -> int:
@@ -258,6 +268,19 @@ def exchange_bytes(config: Config, sizes: ParallelConfig, dtype: torch.dtype) ->
     batch, shared = config.train.micro_batch_size, sizes.cp * sizes.tp
     max_tokens = batch * -(-config.train.seq_len // shared) * sizes.etp
     return plan_buffers(comms.backend, model.moe, model.dim, sizes.ep, max_tokens, comms, dtype).num_bytes
+
+
+def saved_bytes(config: Config, sizes: ParallelConfig, dtype: torch.dtype) -> int:
+    """The arena of comms.saved_headroom; 0 without."""
+    model, moe, headroom = config.model, config.model.moe, config.comms.saved_headroom
+    num_layers = model.num_layers + model.mtp.depth - model.num_dense_layers
+    if headroom is None or num_layers == 0 or not _in_arena(config, sizes):
+        return 0
+    own = _tokens(config, sizes)[0] * sizes.etp
+    rows = expected_rows(moe, sizes.ep, own), _received_rows(config, sizes)
+    room = plan_saved(num_layers, headroom, rows, (own * moe.top_k, _pairs(config, sizes)))
+    hidden = 2 * moe.expert_dim // sizes.etp if sizes.activation_checkpoint == "none" else None
+    return room.num_bytes(model.dim, moe.top_k, hidden, dtype.itemsize)
 
 
 # ---- for a person

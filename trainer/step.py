@@ -94,7 +94,7 @@ def train_step(
     sum_shared_gradients(model, mesh)
     no_room = overflow_flag()
     grad_norm = clip_grad_norm(model, config.optim.max_grad_norm, no_room)
-    updated = may_update is None or may_update(loss, grad_norm)
+    updated = may_update is None or may_update(loss, _judged(grad_norm, no_room))
     # The host has waited for this step: what its exchanges met is known.
     for exchange in exchanges():
         exchange.check()
@@ -104,6 +104,11 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     further = None if num_further_M is None else mtp_loss
     return StepResult(loss, aux_loss, z_loss, grad_norm, counts, dropped, num_tokens, updated, further, no_room)
+
+
+def _judged(grad_norm: Tensor, no_room: Tensor | None) -> Tensor:
+    """Gradients of what found no room may be anything, and change nothing: RoomCheck says so, and what to do."""
+    return grad_norm if no_room is None else torch.where(no_room > 0, 0, grad_norm)
 
 
 def forward(

@@ -45,7 +45,7 @@ from comms.kernels.pieces import (
 
 @triton.jit(do_not_specialize=["me", "tag", "limit", "num_put", "num_tokens", "row_bound", "rows_at", "side_at"])
 def dispatch_kernel(
-    pointers, errors, state, rows, weights, ids, tokens, routes, totals, out_rows, out_weights, out_ids,
+    pointers, errors, state, rows, weights, ids, tokens, routes, totals, out_rows, out_weights, out_ids, out_base,
     me, tag, limit, num_put, num_tokens, row_bound, rows_at, side_at,
     FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
     PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr, PART_ROWS: tl.constexpr,
@@ -58,7 +58,10 @@ def dispatch_kernel(
     FILL: weights 0 and ids -1 go behind the last row.
     CODE_BLOCK > 0: rows travel as records (comms/kernels/codec.py), encoded as they are put and decoded as they are
     taken; own rows are both.
+    out_base: number of the first of `out_rows`; None: 0.
     """
+    if out_base is not None:
+        out_rows += tl.load(out_base) * (WIDTH if CODE_BLOCK > 0 else WORDS)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch = epoch_of(pointers, me, FLAGS_AT)
     if program < num_put:

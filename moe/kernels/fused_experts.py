@@ -113,13 +113,25 @@ def _split_columns(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl
 
 @triton.jit(do_not_specialize=["first_segment"])
 def up_kernel(
-    x, rows, weights, w_desc, bias, offsets, h, a,
+    x, rows, weights, w_desc, bias, offsets, h, a, kept,
     dim, hidden, num_experts, first_segment,
     PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
     LIMIT: tl.constexpr, SLOPE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up are one product: a block of B has the same columns of both maps."""
+    """Gate and up are one product: a block of B has the same columns of both maps.
+
+    kept: where x, and rows, weights and (KEEPS) h begin in their arena.
+    """
+    if kept is not None:
+        x += tl.load(kept) * dim
+        first_kept = tl.load(kept + 1)
+        rows += first_kept
+        weights += first_kept
+        if KEEPS:
+            h += first_kept * (2 * hidden)
+        last_row = tl.load(kept + 2) - 1
     index, counts, tiles, tile_ends, tiles_n = _schedule(
         offsets, num_experts, hidden, EXPERTS, BLOCK_M, BLOCK_N, first_segment
     )
@@ -130,6 +142,9 @@ def up_kernel(
         pair = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
         valid = pair < start + count
         row = tl.load(rows + pair, mask=valid, other=0).to(tl.int64)
+        if kept is not None:
+            # An arena without room for all may have rows of another layer here.
+            row = tl.minimum(row, last_row)
         a_pointers = x + row[:, None] * dim + tl.arange(0, BLOCK_K)[None, :]
         both = tl.zeros([BLOCK_M, 2 * BLOCK_N], dtype=tl.float32)
         for k in range(0, dim, BLOCK_K):
@@ -246,14 +261,20 @@ def act_kernel(
 
 @triton.jit(do_not_specialize=["first_segment"])
 def act_grad_kernel(
-    da, weights, offsets, h, dh, values, scales, dots, hidden, num_experts, first_segment,
+    da, weights, offsets, h, dh, values, scales, dots, kept, hidden, num_experts, first_segment,
     CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CODED: tl.constexpr, CAST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """One program: some pairs. dh, <da, act>, and in the place of da the weighted activation.
 
     CODED: dh in e4m3, too; 128 then divides hidden.
+    kept: where weights and (KEEPS) h begin in their arena.
     """
+    if kept is not None:
+        first_kept = tl.load(kept + 1)
+        weights += first_kept
+        if KEEPS:
+            h += first_kept * (2 * hidden)
     start = _first_pair(offsets, first_segment)
     pair = start + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = pair < tl.load(offsets + first_segment + num_experts - 1)

@@ -50,8 +50,9 @@ def expand_rows(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
         block = min(triton.next_power_of_2(width), COLUMNS)
         with torch.cuda.device(x_RD.device) if x_RD.is_cuda else torch.no_grad():
             _expand_kernel[(num_rows * triton.cdiv(width, block),)](
-                *(x_RD, slots_RK.contiguous(), out_PD, width, None, 0, 0), SLOTS=num_slots, BLOCK=block
-            )
+                *(x_RD, slots_RK.contiguous(), out_PD, None, width, None, 0, 0),
+                SLOTS=num_slots, BLOCK=block, KEEPS=False,
+            )  # fmt: skip
     return out_PD
 
 
@@ -114,35 +115,39 @@ def _(values_PV: Tensor, index_N: Tensor) -> Tensor:
 
 
 def expand_chunks(
-    x_RD: Tensor, slots_RK: Tensor, row_ends_C: Tensor, chunks: tuple[int, int], num_rows: int, out_PD: Tensor
-) -> None:
+    x_RD: Tensor, slots_RK: Tensor, row_ends_C: Tensor, chunks: tuple[int, int], num_rows: int, out_PD: Tensor,
+    kept: Tensor | None = None, keeps_x: bool = False,
+) -> None:  # fmt: skip
     """out_PD[slots_RK[r, k]] = x_RD[r] for the rows of some chunks, skipping slots of -1. Always by the kernel.
 
     Args:
         row_ends_C: int32; where each chunk's rows end.
         chunks: the first one and the last one.
         num_rows: the most rows that they have together.
+        kept: the base of slots and (`keeps_x`) x, if they are in an arena (comms/saved_arena.py).
     """
     width = x_RD.shape[1]
     block = min(triton.next_power_of_2(width), COLUMNS)
     _expand_kernel[(num_rows * triton.cdiv(width, block),)](
-        x_RD, slots_RK, out_PD, width, row_ends_C, *chunks, SLOTS=slots_RK.shape[1], BLOCK=block
-    )
+        x_RD, slots_RK, out_PD, kept, width, row_ends_C, *chunks, SLOTS=slots_RK.shape[1], BLOCK=block,
+        KEEPS=keeps_x and kept is not None,
+    )  # fmt: skip
 
 
 def sum_chunk(
     y_PD: Tensor, slots_RK: Tensor, row_ends_C: Tensor, chunk: int, num_rows: int, out_RD: Tensor,
-    dots_P: Tensor | None = None, out_RK: Tensor | None = None,
+    dots_P: Tensor | None = None, out_RK: Tensor | None = None, kept: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out_RD[r] = sum over k of y_PD[slots_RK[r, k]] as in comms/kernels/gather_sum.py, for the rows of one chunk.
 
     Args:
         dots_P: a number of each pair; out_RK[r, k] = dots_P[slots_RK[r, k]], 0 where there is none.
+        kept: the base of slots, if they are in an arena (comms/saved_arena.py).
     """
     width = y_PD.shape[1]
     block = min(triton.next_power_of_2(width), COLUMNS)
     _sum_kernel[(num_rows * triton.cdiv(width, block),)](
-        y_PD, dots_P, slots_RK, out_RD, out_RK, width, row_ends_C, chunk, SLOTS=slots_RK.shape[1], BLOCK=block
+        y_PD, dots_P, slots_RK, out_RD, out_RK, kept, width, row_ends_C, chunk, SLOTS=slots_RK.shape[1], BLOCK=block
     )
 
 
@@ -158,9 +163,14 @@ def _row_range(row_ends, first_chunk, last_chunk):
 
 @triton.jit(do_not_specialize=["first_chunk", "last_chunk"])
 def _expand_kernel(
-    x, slots, out, width, row_ends, first_chunk, last_chunk, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+    x, slots, out, kept, width, row_ends, first_chunk, last_chunk, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):  # fmt: skip
     """One program: one block of columns of one row; neighbours have the same row."""
+    if kept is not None:
+        slots += tl.load(kept) * SLOTS
+        if KEEPS:
+            x += tl.load(kept) * width
     blocks = tl.cdiv(width, BLOCK)
     row = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -181,9 +191,11 @@ def _expand_kernel(
 
 @triton.jit(do_not_specialize=["chunk"])
 def _sum_kernel(
-    y, dots, slots, out, out_dots, width, row_ends, chunk, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+    y, dots, slots, out, out_dots, kept, width, row_ends, chunk, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program: one block of columns of one row of the chunk."""
+    if kept is not None:
+        slots += tl.load(kept) * SLOTS
     blocks = tl.cdiv(width, BLOCK)
     part = tl.program_id(0) % blocks
     first, end = _row_range(row_ends, chunk, chunk)

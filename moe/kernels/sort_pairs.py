@@ -106,7 +106,7 @@ def _launch(ids_RK: Tensor, tables: tuple[Tensor, Tensor, Tensor, Tensor]) -> No
     _scan_kernel[(num_experts,)](counts, num_blocks, BLOCKS=min(triton.next_power_of_2(num_blocks), SCAN))
     _place_kernel[(num_blocks,)](
         ids_RK, counts, rows_P, order_P, slots_RK, offsets_E, None, None, size, num_experts, num_pairs, None, 0, 0,
-        **sizes,
+        None, **sizes,
     )  # fmt: skip
 
 
@@ -125,7 +125,7 @@ class ChunkedPairs(NamedTuple):
 
 def sort_chunk(
     ids_RK: Tensor, weights_RK: Tensor, row_ends_C: Tensor, chunk: int, num_rows: int, first_id: int, num_experts: int,
-    out: ChunkedPairs,
+    out: ChunkedPairs, kept: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Sort the pairs of the next chunk of rows into `out`. No autograd, and always by the kernels.
 
@@ -133,6 +133,7 @@ def sort_chunk(
         ids_RK: int64; those from `first_id` to before `first_id` + `num_experts` are experts here, others none.
         row_ends_C: int32; where each chunk's rows end.
         num_rows: the most rows of a chunk.
+        kept: the base of rows, weights and slots of `out`, if they are in an arena (comms/saved_arena.py).
     """
     size = num_rows * ids_RK.shape[1]
     num_blocks, experts = triton.cdiv(size, BLOCK), triton.next_power_of_2(num_experts)
@@ -143,7 +144,7 @@ def sort_chunk(
     _scan_kernel[(num_experts,)](counts, num_blocks, BLOCKS=min(triton.next_power_of_2(num_blocks), SCAN))
     _place_kernel[(num_blocks,)](
         ids_RK, counts, out.rows_P, None, out.slots_RK, out.ends_S, weights_RK, out.weights_P,
-        size, num_experts, out.rows_P.shape[0], *where, **sizes,
+        size, num_experts, out.rows_P.shape[0], *where, kept, **sizes,
     )  # fmt: skip
 
 
@@ -194,10 +195,14 @@ def _scan_kernel(counts, num_blocks, BLOCKS: tl.constexpr):
 @triton.jit(do_not_specialize=["chunk", "first_id"])
 def _place_kernel(
     ids, before, rows, order, slots, offsets, weights, pair_weights, size, num_experts, num_pairs,
-    row_ends, chunk, first_id,
+    row_ends, chunk, first_id, kept,
     SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of pairs."""
+    """One program: one block of pairs. kept: where slots (rows), and rows and pair_weights begin in their arena."""
+    if kept is not None:
+        slots += tl.load(kept) * SLOTS
+        rows += tl.load(kept + 1)
+        pair_weights += tl.load(kept + 1)
     num_blocks = tl.num_programs(0)
     block = tl.program_id(0)
     place = tl.arange(0, BLOCK)

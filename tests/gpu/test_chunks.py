@@ -20,6 +20,7 @@ from comms.symmetric_memory import Exchange, register
 from moe.config import MoEConfig
 from moe.layer import MoE
 from parallel.activation_checkpoint import apply_activation_checkpoint
+from parallel.expert_parallel import share_saved
 from tests.gpu.two_backends import TOP_K, make_exchange
 from tests.gpu.two_ranks import NUM_RANKS, Check, assert_passed, run_checks
 
@@ -166,11 +167,72 @@ def rows_travel_while_experts_compute(device: torch.device) -> None:
         assert len(beside) >= least, (chunks, len(beside))
 
 
+def layers_pass(device: torch.device, exchange: Exchange, chunks: int, mode: str = "none") -> list[Tensor]:
+    """Outputs and every gradient of two layers and three micro-batches, one after the other."""
+    register(exchange)
+    blocks = [apply_activation_checkpoint(build_layer(device, exchange, chunks), mode) for _ in range(2)]
+    for number, module in enumerate(
+        module for block in blocks for module in block.modules() if isinstance(module, MoE)
+    ):
+        module.number = number
+    generator, found = torch.Generator(device).manual_seed(7 + dist.get_rank()), []
+    for tokens in (1500, 3000 * dist.get_rank(), 700):
+        shape = (1, tokens, WIDTH) if tokens else (0, 1, WIDTH)
+        x = torch.randn(shape, generator=generator, device=device).bfloat16().requires_grad_()
+        y = x
+        for block in blocks:
+            y = y + block(y)[0]
+        y.backward(torch.linspace(-1, 1, y.numel(), device=device).view_as(y).to(y.dtype))
+        found += [y.detach(), x.grad]
+    return [*found, *(parameter.grad for block in blocks for parameter in block.parameters())]
+
+
+def an_arena_changes_nothing(device: torch.device) -> None:
+    """The same bits with what is kept in one arena, poisoned, also where puts linger and devices wait at random."""
+    exchange, chooser = exchange_of(device), random.Random(dist.get_rank())
+    lingering = replace(exchange, jitter=20_000)
+    for mode, chunks in (("none", 1), ("none", 2), ("full", 1), ("full", 4)):
+        expected = layers_pass(device, exchange, chunks, mode)
+        layers = [build_layer(device, exchange, chunks) for _ in range(2)]
+        for step in range(12):
+            ours = share_saved(layers, lingering if step else exchange, 1.5, mode == "none", torch.bfloat16)
+            saved = ours.saved
+            assert saved is not None
+            for tensor in (saved.rows_SD, saved.hidden_IH, saved.slots_SK, saved.item_rows_I, saved.item_weights_I):
+                if tensor is not None:
+                    tensor.view(torch.uint8).fill_(255)
+            torch.cuda._sleep(chooser.randrange(2_000_000))
+            found = layers_pass(device, ours, chunks, mode)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (mode, chunks, step)
+            # Each micro-batch found the places of the one before.
+            assert saved.num_alive == 0 and int(saved.ends[2:].sum()) == 0
+            ours.check()
+            ours.check_overflow()
+
+
+def an_arena_asks_the_host_for_nothing(device: torch.device) -> None:
+    exchange = exchange_of(device)
+    layer = build_layer(device, exchange, 2)
+    layer.exchange = share_saved([layer], exchange, 1.5, True, torch.bfloat16)
+    x = torch.randn(1, 2000, WIDTH, device=device).bfloat16().requires_grad_()
+    layer(x)[0].sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            layer(x)[0].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
 CHECKS: list[Check] = [
     chunks_equal_the_collective_backend,
     coded_rows_travel_in_chunks_too,
     checkpointing_changes_nothing,
     streams_do_not_overtake_each_other,
+    an_arena_changes_nothing,
+    an_arena_asks_the_host_for_nothing,
     the_host_waits_for_nothing,
     rows_travel_while_experts_compute,
 ]

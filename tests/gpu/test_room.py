@@ -32,7 +32,9 @@ ROOT = Path(__file__).parents[2]
 SEQ_LEN = 64
 
 
-def run_config(optimizer: str, capacity: float | None, pair_capacity: float | None) -> Config:
+def run_config(
+    optimizer: str, capacity: float | None, pair_capacity: float | None, saved_headroom: float | None
+) -> Config:
     moe = replace(QWEN3.moe, expert_bias=True, bias_update_rate=0.01, force_balance=True)
     moe = replace(moe, pair_capacity=pair_capacity)
     return Config(
@@ -41,7 +43,7 @@ def run_config(optimizer: str, capacity: float | None, pair_capacity: float | No
         parallel=ParallelConfig(dp_shard=NUM_RANKS, ep=NUM_RANKS, timeout_seconds=60),
         precision=PrecisionConfig(recipe="bf16"),
         optim=OptimConfig(name=optimizer, lr=0.1),
-        comms=CommsConfig(backend="symm_mem", capacity=capacity),
+        comms=CommsConfig(backend="symm_mem", capacity=capacity, saved_headroom=saved_headroom),
     )
 
 
@@ -53,14 +55,19 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def check_bounds(
-    device: torch.device, optimizer_name: str, capacity: float | None, pair_capacity: float | None, setting: str
+    device: torch.device,
+    optimizer_name: str,
+    capacity: float | None,
+    pair_capacity: float | None,
+    setting: str,
+    saved_headroom: float | None = None,
 ) -> None:
     """Two steps in which each rank gets as much as any; then all goes to the last one, which may have no room for it.
 
     A token's two experts lie on one rank throughout, and a sixth of the tokens at most is padding: at least 1.66 rows,
     and as many balanced loads, per own token.
     """
-    config = run_config(optimizer_name, capacity, pair_capacity)
+    config = run_config(optimizer_name, capacity, pair_capacity, saved_headroom)
     mesh, peers = build_mesh(config.parallel, device), Peers(60)
     model = build_model(config, mesh)
     assert model.exchange_choice.backend == "symm_mem" and "GiB per rank; room for" in model.exchange_choice.room
@@ -78,7 +85,7 @@ def check_bounds(
         same = [torch.equal(a, b) for a, b in zip(before, state(model, optimizer), strict=False)]
         assert all(same) if setting and number == 2 else not all(same), f"step {number}: {same}"
     if setting:
-        with pytest.raises(NoRoomError, match=f"rank 1: plan of MoE layer .* raise {setting} to"):
+        with pytest.raises(NoRoomError, match=f"rank 1: (plan|dispatch) of MoE layer .* raise {setting} to"):
             room.check()
     else:
         room.check_now()
@@ -101,9 +108,26 @@ def too_many_rows_for_sgd(device: torch.device) -> None:
     check_bounds(device, "sgd", 1.25, None, "comms.capacity")
 
 
+def too_much_is_kept(device: torch.device) -> None:
+    """Balanced, two layers have 512 pairs in all; then more than 800, of which one layer has 512 at most."""
+    check_bounds(device, "adamw", None, None, "comms.saved_headroom", 1.25)
+
+
+def room_for_all_that_is_kept(device: torch.device) -> None:
+    check_bounds(device, "adamw", None, None, "", 2.0)
+
+
 CHECKS = {
-    check.__name__: check for check in (room_for_all, too_many_rows, too_many_pairs, too_many_rows_for_sgd)
-}  # fmt: skip
+    check.__name__: check
+    for check in (
+        room_for_all,
+        too_many_rows,
+        too_many_pairs,
+        too_many_rows_for_sgd,
+        too_much_is_kept,
+        room_for_all_that_is_kept,
+    )
+}
 
 
 @pytest.fixture(scope="module")

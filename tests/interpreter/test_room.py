@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comms.symmetric_memory import NoRoomError, forget_exchanges, plan_layout
+from moe import tiles
 from moe.layer import MoE
 from parallel.config import ParallelConfig
-from parallel.expert_parallel import use_exchange
+from parallel.expert_parallel import share_saved, use_exchange
 from parallel.mesh import Mesh, build_mesh
 from tests.distributed.tiny_models import QWEN3
 from tests.interpreter.shared_arenas import run_interpreted, shared_exchange
+from tests.interpreter.test_fused_experts import SMALL
 from trainer.build import build_model
 from trainer.config import Config, OptimConfig, PrecisionConfig, TrainConfig
 from trainer.guard import RoomCheck
@@ -32,12 +35,13 @@ NUM_RANKS, SEQ_LEN, TOP_K = 2, 12, 2
 MAX_TOKENS = SEQ_LEN
 
 
-def run_config(optimizer: str, pair_capacity: float | None) -> Config:
+def run_config(optimizer: str, pair_capacity: float | None, saved_headroom: float | None) -> Config:
     # The loop over experts is not interpreted, which saves most of the time; it has no use for room.
     backend = "reference" if pair_capacity is None else "grouped_mm"
+    backend = backend if saved_headroom is None else "fused"
     moe = replace(QWEN3.moe, expert_bias=True, bias_update_rate=0.01, pair_capacity=pair_capacity, backend=backend)
     return Config(
-        model=replace(QWEN3, num_layers=1, moe=moe),
+        model=replace(QWEN3, num_layers=1 if saved_headroom is None else 2, moe=moe),
         train=TrainConfig(global_batch_size=2, micro_batch_size=1, seq_len=SEQ_LEN, steps=2),
         parallel=ParallelConfig(dp_shard=NUM_RANKS, ep=NUM_RANKS),
         precision=PrecisionConfig(recipe="fp32"),
@@ -55,9 +59,10 @@ class Run:
         *,
         capacity: float | None = None,
         pair_capacity: float | None = None,
+        saved_headroom: float | None = None,
         optimizer: str = "adamw",
     ) -> None:
-        self.config, self.mesh = run_config(optimizer, pair_capacity), mesh
+        self.config, self.mesh = run_config(optimizer, pair_capacity, saved_headroom), mesh
         self.model = build_model(self.config, mesh)
         self.optimizer = build_optimizer(self.model, self.config.optim)
         layers = [module for module in self.model.modules() if isinstance(module, MoE)]
@@ -68,7 +73,10 @@ class Run:
             folder.mkdir(exist_ok=True)
             dist.barrier()
             layout = plan_layout(NUM_RANKS, MAX_TOKENS, TOP_K, 4 * QWEN3.dim, 8 * TOP_K, capacity)
-            self.room = use_exchange(layers, shared_exchange(folder, layout, MAX_TOKENS, TOP_K))
+            exchange = shared_exchange(folder, layout, MAX_TOKENS, TOP_K)
+            if saved_headroom is not None:
+                exchange = share_saved(layers, exchange, saved_headroom, True, torch.float32)
+            self.room = use_exchange(layers, exchange)
 
     def step(self, number: int) -> StepResult:
         batches = synthetic_batches(self.config, self.mesh, number)
@@ -143,6 +151,27 @@ def check_rows(folder: Path, mesh: Mesh, peers: Peers) -> None:
     forget_exchanges()
 
 
+def check_saved(folder: Path, mesh: Mesh, peers: Peers) -> None:
+    """Two layers bring all their rows and pairs to rank 1, and there is room for the expected load of two layers."""
+    small = patch.object(tiles, "CANDIDATES", {kernel: (tile,) for kernel, tile in SMALL.items()})
+    with small:
+        run = Run(mesh, folder / "saved", saved_headroom=1.0)
+        assert "for what 2 layers keep for backward: 38 rows and 48 pairs, where 38 and 48 are expected" in run.room
+        said = assert_left_out(run, 0, peers)
+        found = re.search(
+            r"rank 1: dispatch of MoE layer 1: on rank 1 (\d+) rows of up to 2 layers .* is room for 38: raise "
+            r"comms.saved_headroom to (\S+) or",
+            said,
+        )
+        assert found and 38 < int(found[1]) <= 48, said
+        forget_exchanges()
+        run = Run(mesh, folder / "enough", saved_headroom=float(found[2]))
+        before = run.state()
+        assert float(run.step(0).no_room or 0) == 0
+        assert not torch.equal(run.state()["head.weight"], before["head.weight"])
+        forget_exchanges()
+
+
 def check_pairs(folder: Path, mesh: Mesh, peers: Peers) -> None:
     run = Run(mesh, folder / "pairs", pair_capacity=1.0)
     said = assert_left_out(run, 0, peers)
@@ -153,6 +182,6 @@ def check_pairs(folder: Path, mesh: Mesh, peers: Peers) -> None:
     forget_exchanges()
 
 
-@pytest.mark.parametrize("check", [check_room_for_all, check_rows, check_pairs])
+@pytest.mark.parametrize("check", [check_room_for_all, check_rows, check_pairs, check_saved])
 def test_what_finds_no_room_changes_nothing(check: Callable[..., None], tmp_path: Path) -> None:
     run_interpreted(with_peers, NUM_RANKS, check, tmp_path)

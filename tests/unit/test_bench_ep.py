@@ -74,11 +74,11 @@ def test_another_backend_than_was_asked_for_is_an_error() -> None:
 
 def test_bounds_and_payload_reach_the_exchange_that_knows_them() -> None:
     words = ["--payload", "mxfp8", "--capacity", "1.5", "--num-ctas", "24", "--nproc", "2"]
-    words += ["--chunks", "1,3", "--experts", "fused"]
+    words += ["--chunks", "1,3", "--experts", "fused", "--saved-headroom", "1.25"]
     arguments = parse_arguments(words)
     ours, theirs = comms_of("symm_mem", arguments), comms_of("collective", arguments)
     assert (ours.capacity, theirs.capacity, ours.num_ctas) == (1.5, None, 24)
-    assert (ours.chunks, theirs.chunks) == (3, 1)
+    assert (ours.chunks, theirs.chunks) == (3, 1) and (ours.saved_headroom, theirs.saved_headroom) == (1.25, None)
     assert {ours.payload.dispatch, ours.payload.combine_grad} == {"mxfp8"}
 
 
@@ -98,6 +98,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         (["--backends", "nccl"], "--backends: nccl is not known; choose from symm_mem, nvshmem, collective"),
         (["--backends", "symm_mem,nvshmem"], "want symmetric memory of two kinds"),
         (["--chunks", "2"], "--chunks must be positive; more than one need --experts fused"),
+        (["--saved-headroom", "1.5"], "--saved-headroom must be at least 1, and needs --experts fused"),
         (["--chunks", "1,two", "--experts", "fused"], "--chunks are numbers divided by commas"),
         (["--tokens", "0"], "must be positive"),
         (["--dry-run", "--backends", "symm_mem"], "--dry-run has no GPUs"),

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from comms.saved_arena import plan_saved
+from parallel.expert_parallel import expected_rows
 from trainer.compose import compose
 from trainer.config import Config
 from trainer.planner import GIB, advice, describe, describe_memory, main, plan_memory
@@ -63,6 +65,24 @@ def test_an_exchange_counts_with_its_room() -> None:
     )  # fmt: skip
     assert by_collectives.exchange == 0 < bounded.exchange < whole.exchange
     assert bounded.activations < whole.activations / 2
+
+
+def test_what_is_kept_in_one_arena_counts_once() -> None:
+    words = ["experiment=qwen3_30b_a3b_bench", "parallel.ep=8", "train.global_batch_size=32"]
+    words += ["comms.backend=symm_mem", "model.moe.backend=fused"]
+    for mode, hidden in (("none", 2 * 768), ("full", None)):
+        config = compose([*words, f"parallel.activation_checkpoint={mode}", "comms.saved_headroom=1.25"])
+        apart = plan_of(*words, f"parallel.activation_checkpoint={mode}", ranks=8)
+        shared = plan_memory(config, 8)
+        layers, tokens = config.model.num_layers, config.train.micro_batch_size * config.train.seq_len
+        bounds = (expected_rows(config.model.moe, 8, tokens), 8 * tokens), (8 * tokens, 64 * tokens)
+        room = plan_saved(layers, 1.25, *bounds)
+        kept = room.num_bytes(config.model.dim, 8, hidden, 2)
+        assert shared.exchange - apart.exchange == kept, mode
+        # Instead of the most that can come, layer by layer.
+        assert apart.activations - shared.activations > kept
+        # An arena stays while gradients come; of rows alone there are nearly as many as can come.
+        assert (shared.peak < apart.peak) is (mode == "none")
 
 
 def test_a_layout_that_does_not_fit_is_refused_as_at_a_launch() -> None:

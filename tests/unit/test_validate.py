@@ -72,6 +72,12 @@ def refusal(words: str) -> str:
             "comms.chunks=2 comms.backend=symm_mem model.moe.backend=grouped_mm",
             "which needs model.moe.backend=fused instead of grouped_mm",
         ),
+        ("comms.saved_headroom=0.9", "comms.saved_headroom=0.9: must be at least 1 and finite"),
+        (
+            "comms.saved_headroom=1.25 comms.backend=nvshmem",
+            "comms.saved_headroom=1.25 is about rows that travel while fused kernels compute, which needs "
+            "comms.backend=symm_mem instead of nvshmem; set that, or comms.saved_headroom=null",
+        ),
         (
             "comms.chunks=2 comms.backend=symm_mem model.moe.backend=fused model.moe.linear_bias=true",
             "which needs model.moe.linear_bias=false instead of true",
@@ -171,6 +177,7 @@ def test_bounds_of_the_exchange_are_those_of_symmetric_memory() -> None:
 def test_chunks_travel_where_dispatch_experts_and_combine_are_one() -> None:
     for backend in ("fused", "auto"):
         validate(with_settings(f"comms.chunks=2 comms.backend=symm_mem model.moe.backend={backend}"))
+        validate(with_settings(f"comms.saved_headroom=1.25 comms.backend=symm_mem model.moe.backend={backend}"))
 
 
 def test_compose_validates() -> None:
