@@ -1,16 +1,17 @@
 """What a run's memory is expected to be (trainer/planner.py), against what was measured and against arithmetic."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from comms.saved_arena import plan_saved
-from parallel.expert_parallel import expected_rows
+from comms.symmetric_memory import exchanges
 from trainer.compose import compose
 from trainer.config import Config
-from trainer.planner import GIB, advice, describe, describe_memory, main, plan_memory
+from trainer.memory_plan import MemoryPlan, plan_memory
+from trainer.planner import GIB, describe, describe_memory, main, savings, warn
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EXPERIMENTS = {"qwen3": "qwen3_30b_a3b_bench", "deepseek_v3": "deepseek_v3_16b_bench"}
@@ -21,13 +22,13 @@ def measured_runs() -> list[tuple[str, dict]]:
     return [(f"{file.stem}: {name}", entry) for file in files for name, entry in json.loads(file.read_text()).items()]
 
 
-def plan_of(*words: str, ranks: int):
+def plan_of(*words: str, ranks: int) -> MemoryPlan:
     return plan_memory(compose(words), ranks)
 
 
 @pytest.mark.parametrize(("name", "entry"), measured_runs())
 def test_peaks_are_as_measured(name: str, entry: dict) -> None:
-    """Within 5 %: the allocator's rounding and what blocks keep are estimates."""
+    """Within 3 %: what blocks keep is an estimate, and the allocator rounds."""
     (peak,) = {run["peak_memory_gib"] for run in entry["runs"] if run["side"] == "ours"}
     overrides = entry["overrides"]
     if not any(word.startswith("model.moe.backend=") for word in overrides):
@@ -37,8 +38,9 @@ def test_peaks_are_as_measured(name: str, entry: dict) -> None:
     words = [f"experiment={EXPERIMENTS[entry['model']]}", f"model.num_layers={entry['layers']}"]
     words += [f"train.global_batch_size={entry['local_batch'] * size}", f"parallel.ep={size}"]
     plan = plan_of(*words, *overrides, ranks=size)
-    assert plan.peak / GIB == pytest.approx(peak, rel=0.05), name
-    assert plan.transient > 0
+    assert plan.peak / GIB == pytest.approx(peak, rel=0.03), name
+    assert sum(plan.at_peak.values()) == plan.peak
+    assert all(plan.at_peak[part] <= plan.at_most[part] for part in plan.at_peak)
 
 
 def test_plain_sgd_has_no_moments() -> None:
@@ -70,19 +72,41 @@ def test_an_exchange_counts_with_its_room() -> None:
 def test_what_is_kept_in_one_arena_counts_once() -> None:
     words = ["experiment=qwen3_30b_a3b_bench", "parallel.ep=8", "train.global_batch_size=32"]
     words += ["comms.backend=symm_mem", "model.moe.backend=fused"]
-    for mode, hidden in (("none", 2 * 768), ("full", None)):
-        config = compose([*words, f"parallel.activation_checkpoint={mode}", "comms.saved_headroom=1.25"])
-        apart = plan_of(*words, f"parallel.activation_checkpoint={mode}", ranks=8)
-        shared = plan_memory(config, 8)
-        layers, tokens = config.model.num_layers, config.train.micro_batch_size * config.train.seq_len
-        bounds = (expected_rows(config.model.moe, 8, tokens), 8 * tokens), (8 * tokens, 64 * tokens)
-        room = plan_saved(layers, 1.25, *bounds)
-        kept = room.num_bytes(config.model.dim, 8, hidden, 2)
-        assert shared.exchange - apart.exchange == kept, mode
+    for mode in ("none", "full"):
+        checkpointing = f"parallel.activation_checkpoint={mode}"
+        apart = plan_of(*words, checkpointing, ranks=8)
+        shared = plan_of(*words, checkpointing, "comms.saved_headroom=1.25", ranks=8)
+        assert apart.arena == 0 < shared.arena and shared.exchange == apart.exchange, mode
         # Instead of the most that can come, layer by layer.
-        assert apart.activations - shared.activations > kept
+        assert apart.activations - shared.activations > shared.arena
         # An arena stays while gradients come; of rows alone there are nearly as many as can come.
         assert (shared.peak < apart.peak) is (mode == "none")
+
+
+def test_gradients_of_earlier_micro_batches_are_there_at_the_loss() -> None:
+    words = ["experiment=qwen3_30b_a3b", "parallel.ep=8"]
+    once = plan_of(*words, "train.global_batch_size=64", ranks=64)
+    twice = plan_of(*words, "train.global_batch_size=128", ranks=64)
+    assert once.moment == twice.moment == "loss" and once.gradients == twice.gradients
+    assert twice.peak - once.peak == twice.at_peak["gradients"] == once.gradients
+
+
+def test_weights_that_stay_gathered_count_all_together() -> None:
+    words = ["experiment=qwen3_30b_a3b_bench", "parallel.ep=2"]
+    freed, kept = (plan_of(*words, f"parallel.reshard_after_forward={flag}", ranks=2) for flag in ("true", "false"))
+    more = kept.at_most["gathered weights"] - freed.at_most["gathered weights"]
+    blocks = (kept.at_most["gathered weights"] - 2 * 2 * 151936 * 2048) / 8
+    # Eight blocks instead of two; the root's two tables (and norm) stay in either case.
+    assert more == pytest.approx(6 * blocks, rel=1e-3)
+
+
+def test_further_tokens_take_blocks_heads_and_what_joins_them() -> None:
+    words = ["experiment=deepseek_v3_671b", "model.num_layers=4", "train.global_batch_size=8"]
+    with_them, without = plan_of(*words, ranks=8), plan_of(*words, "model.mtp.depth=0", ranks=8)
+    assert with_them.parameters > without.parameters and with_them.activations > without.activations
+    # The loss leaves one more gradient of the head, in fp32.
+    more = with_them.at_most["head"] - without.at_most["head"]
+    assert more == 4 * 129280 * 7168
 
 
 def test_a_layout_that_does_not_fit_is_refused_as_at_a_launch() -> None:
@@ -94,30 +118,91 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["experiment=qwen3_30b_a3b", "cluster=h100", "--ranks", "64", "train.global_batch_size=64"]
     assert main([*words, "parallel.ep=8"]) == 0
     shown = capsys.readouterr().out
-    assert "on 64 ranks: dp_replicate=1, dp_shard=64" in shown and "of 79 GiB per rank" in shown
+    assert "on 64 ranks: dp_replicate=1, dp_shard=64" in shown and "   of 79" in shown and "warning" not in shown
+    # A line for each part that is there, and the kinds of what is kept under it.
+    assert "  weights " in shown and "    block inputs " in shown and "exchange" not in shown
     assert main([*words, "parallel.ep=8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["peak"] >= found["parameters"] + found["moments"] and found["transient"] >= 0
+    assert found["peak"] == sum(found["at_peak"].values()) and found["fits"] and found["savings"] == []
+    assert found["memory"] == 79 * GIB
     assert main([*words, "parallel.ep=7"]) == 2
     assert "parallel.ep=7" in capsys.readouterr().err
+    assert main(["experiment=qwen3_30b_a3b", "--ranks", "0"]) == 2
+    assert "--ranks 0" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_said_with_what_helps() -> None:
-    plan = plan_of("experiment=qwen3_30b_a3b_bench", "parallel.ep=2", ranks=2)
-    assert "warning" not in describe(plan, 139.0) and "of 139 GiB" in describe(plan, 139.0)
-    said = describe(plan, 40.0)
-    assert "warning: that is more than a device has" in said and advice(plan) in said and "dp_shard" in said
-    wide = plan_of("experiment=qwen3_30b_a3b_bench", "parallel.ep=2", "train.micro_batch_size=16",
-                   "train.global_batch_size=32", ranks=2)  # fmt: skip
-    assert "activation_checkpoint=full" in describe(wide, 40.0)
+def test_a_mistake_says_what_a_launch_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experiment=qwen3_30b_a3b", "parallel.cp=4", "train.seq_len=4100", "--ranks", "8"]) == 2
+    assert "legal, with all else as it is: parallel.cp=2" in capsys.readouterr().err
+    assert main(["experiment=qwen3_30b_a3b", "parallel.epp=4", "--ranks", "8"]) == 2
+    assert "did you mean" in capsys.readouterr().err
 
 
-def test_a_run_without_gpu_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_said_with_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=qwen3_30b_a3b_bench", "parallel.ep=2", "train.micro_batch_size=16"]
+    words += ["train.global_batch_size=32"]
+    config = compose(words)
+    plan = plan_memory(config, 2)
+    assert "warning" not in describe(config, 2, plan, 139.0) and "of 139 GiB" in describe(config, 2, plan, 139.0)
+    said = warn(config, 2, plan, 60.0)
+    assert "warning: that is more than a device has" in said and "parallel.activation_checkpoint=full" in said
+    assert "(which fits)" in said and "train.micro_batch_size=8" in said
+    assert "nearly all that a device has" in warn(config, 2, plan, plan.peak / GIB + 0.1)
+    assert main([*words, "cluster.memory_gib=60", "--ranks", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False and found["savings"][0]["change"] in said
+
+
+def test_what_is_said_to_save_does() -> None:
+    words = ["experiment=qwen3_30b_a3b", "parallel.activation_checkpoint=none", "comms.backend=symm_mem"]
+    plan = plan_of(*words, ranks=8)
+    found = savings(compose(words), 8, plan)
+    assert len(found) == 3 and found == sorted(found, key=lambda saving: -saving.saved)
+    for change, saved in found:
+        changed = plan_of(*words, *change.split(), ranks=8)
+        assert plan.peak - changed.peak == saved > 0, change
+
+
+def test_more_ranks_are_named_where_shares_are_too_large() -> None:
+    words = ["experiment=deepseek_v3_671b"]
+    (first, *_) = savings(compose(words), 64, plan_of(*words, ranks=64))
+    assert first.change == "128 ranks"
+
+
+def test_where_nothing_helps_that_is_said() -> None:
+    words = [
+        "experiment=demo",
+        "parallel.dp_shard=1",
+        "parallel.activation_checkpoint=full",
+        "train.micro_batch_size=1",
+    ]
+    config = compose(words)
+    plan = plan_memory(config, 1)
+    assert "no change of one setting helps" in warn(config, 1, plan, plan.peak / GIB / 2)
+
+
+def test_a_run_without_gpu_plans_nothing() -> None:
     config = compose(["experiment=qwen3_30b_a3b_bench", "parallel.ep=2"])
     assert describe_memory(config, 2, torch.device("cpu")) == ""
-    config.cluster.memory_gib = 139.0
-    assert "of 139 GiB per rank" in describe_memory(config, 2, torch.device("cuda"))
+
+
+def test_a_run_on_a_gpu_says_it_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose(["experiment=qwen3_30b_a3b_bench", "parallel.ep=2", "cluster.memory_gib=139"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    said = describe_memory(config, 2, torch.device("cuda"))
+    assert said.startswith("  memory  about ") and "of 139 GiB per rank" in said and "\n" not in said
+    # No fused experts on that card, which keep less.
+    fused = describe(config, 2, plan_memory(config, 2), 139.0)
+    assert said != fused and config.model.moe.backend == "auto"
 
 
 def test_default_config_can_be_planned() -> None:
     assert plan_memory(Config(), 1).peak > 0
+
+
+def test_planning_leaves_no_trace() -> None:
+    """No exchange, no process group, no tensor: the same config, the same plan."""
+    config = compose(["experiment=qwen3_30b_a3b", "comms.backend=symm_mem"])
+    assert plan_memory(config, 8) == plan_memory(config, 8) == plan_memory(copy.deepcopy(config), 8)
+    assert exchanges() == [] and not torch.distributed.is_initialized()
