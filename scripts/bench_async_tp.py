@@ -63,6 +63,7 @@ BLOCKS = ModelConfig(
     name="blocks", vocab_size=1024, dim=4096, num_layers=2, num_dense_layers=2, ffn_dim=14336, max_seq_len=4096,
     attention=AttentionConfig(num_heads=32, num_kv_heads=8, head_dim=128),
 )  # fmt: skip
+HEADER = f"{'':42}{'fwd ms':>9}{'/ matmul':>9}{'bwd ms':>9}{'/ matmul':>9}{'error':>9}"
 TINY = replace(
     BLOCKS, dim=32, ffn_dim=48, vocab_size=64, attention=AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=8)
 )
@@ -178,7 +179,7 @@ def table(result: dict[str, Any]) -> str:
     """The result for a person: one line per case and side."""
     lines = [
         f"{result['nproc']} x {result['card']}, torch {result['torch']}, {result['commit'][:12]}",
-        f"{'':42}{'fwd ms':>9}{'/ matmul':>9}{'bwd ms':>9}{'/ matmul':>9}{'error':>9}",
+        HEADER,
     ]
     lines += [line for case in result["cases"] for line in lines_of(case)]
     for mode, milliseconds in result["block"].items():
@@ -202,10 +203,12 @@ def lines_of(case: dict[str, Any]) -> list[str]:
 def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Figures of every case, in order, and of the blocks."""
     cases: list[dict[str, Any]] = []
+    if dist.get_rank() == 0:
+        # As it comes: a run takes minutes.
+        print(HEADER, file=sys.stderr, flush=True)
     for case in arguments.cases:
         cases.append(measure(arguments, case, device))
         if dist.get_rank() == 0:
-            # As it comes: a run takes minutes.
             print("\n".join(lines_of(cases[-1])), file=sys.stderr, flush=True)
     return {"cases": cases, "block": {} if arguments.no_block else measure_blocks(arguments, device)}
 

@@ -93,6 +93,7 @@ def print_config(arguments: argparse.Namespace) -> int:
     else:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(text, encoding="utf-8")
+        print(f"wrote {arguments.output}")
     for note in source.notes:
         print(note, file=sys.stderr)
     return 0
@@ -100,7 +101,9 @@ def print_config(arguments: argparse.Namespace) -> int:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, parsed."""
-    parser = argparse.ArgumentParser(description="Convert between Hugging Face folders and run folders.")
+    parser = argparse.ArgumentParser(
+        prog="convert_hf.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     config = commands.add_parser("config", help="the model settings of a Hugging Face folder, as YAML")
     config.add_argument("source", type=Path, help="a Hugging Face folder")

@@ -172,9 +172,8 @@ def run_experiment(words: Words) -> int:
     try:
         workers.start({1, *(layout.num_processes for layout in layouts)})
         check = ParityCheck(tiny(config, 1).model, recipe, workers, micro_steps)
-        print(
-            f"{config.experiment}, tiny, {recipe} on {device}: {len(layouts)} layouts against one process", flush=True
-        )
+        count = f"{len(layouts)} layout{'s' if len(layouts) > 1 else ''}"
+        print(f"{config.experiment}, tiny, {recipe} on {device}: {count} against one process", flush=True)
         verdicts = []
         if seconds < math.inf:
             layouts = telling_first(layouts)

@@ -2,10 +2,11 @@
 # Starts a run on this node with torchrun and says how it ended.
 #
 #   scripts/train.sh experiment=demo optim.lr=1e-3
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 RDZV_ID=job7 scripts/train.sh experiment=qwen3_30b_a3b   # likewise on node 1
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 scripts/train.sh run.id=q1 experiment=qwen3_30b_a3b   # likewise on node 1
 #
-# Arguments go to trainer.train unchanged. Settings are environment variables; those not given are printed with the
-# value chosen and the reason. DRY_RUN=1 prints the torchrun command and stops.
+# Arguments go to trainer.train unchanged. Settings are environment variables: NPROC, NNODES, NODE_RANK, MASTER_ADDR,
+# MASTER_PORT, RDZV_ID, OMP_NUM_THREADS, MAX_RESTARTS, STOP_GRACE, PYTHON. Those not given are printed with the value
+# chosen and the reason. DRY_RUN=1 prints the torchrun command and stops.
 #
 # Signals: SIGUSR1, SIGTERM, SIGHUP and Ctrl-C ask every worker to save at the next step boundary and exit; a second
 # Ctrl-C kills them. Exit code, from status.json and torchrun: 0 finished, 75 preempted (start it again with the same run
@@ -37,6 +38,19 @@ argument() {
   printf '%s' "${value%[\"\']}"
 }
 
+# Prints the comment at the top of this file.
+usage() { sed -n '2,/^[^#]/{ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"; }
+
+# whole NAME...: refuses a setting that is no number, or a number of nodes or processes that is zero.
+whole() {
+  local name
+  for name in "$@"; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ || $name=${!name} = NODE_RANK=0 ]] && continue
+    say "$name=${!name} must be a whole number"
+    exit "$EXIT_CONFIG"
+  done
+}
+
 choose_settings() {
   local gpus
   gpus=$(count_gpus)
@@ -47,6 +61,7 @@ choose_settings() {
   else
     default NPROC 2 "no GPU here: the fewest processes that exchange anything"
   fi
+  whole NNODES NODE_RANK NPROC
   default OMP_NUM_THREADS "$(($(nproc) / NPROC > 0 ? $(nproc) / NPROC : 1))" "the cores shared among the processes"
   default MAX_RESTARTS 0 "a failed run ends; whoever started it decides whether it is worth another try"
   default STOP_GRACE 30 "seconds a worker gets to end by itself once torchrun is gone"
@@ -234,13 +249,14 @@ status_stamp() { stat -c '%i %Y %s' "$status_file" 2>/dev/null && cat "$status_f
 
 # Ends with the exit code that the run's own word and torchrun's code together mean.
 conclude() {
-  local state='' worker_code=''
+  local state='' worker_code='' mistake='' seen=''
   # What an earlier attempt wrote says nothing about this one.
   if [ "$(status_stamp)" != "$stamp_before" ]; then
     read -r state worker_code <<<"$(read_status)"
   fi
   # A mistake in the config is found before the run has a folder.
-  [ -n "$worker_code" ] && [ "$worker_code" != None ] || worker_code=$(cat "$exit_file" 2>/dev/null)
+  [ -n "$worker_code" ] && [ "$worker_code" != None ] || worker_code=$(head -n 1 "$exit_file" 2>/dev/null)
+  mistake=$(tail -n +2 "$exit_file" 2>/dev/null)
   rm -f "$exit_file"
   case $state in
     # Torchrun's code speaks for every process: one may have failed after rank 0 wrote that the run is finished.
@@ -250,12 +266,24 @@ conclude() {
   [ "$code" != 0 ] || exit 0
   if [ "$state" = finished ]; then
     say "run $run_id finished its steps, but a process failed on the way out (torchrun: $code); see the errors above"
+  elif [ -n "$mistake" ]; then
+    # Once more, below torchrun's traceback.
+    say "run $run_id stopped because of a mistake: $mistake"
   else
-    say "run $run_id failed (torchrun: $code); see the first error above and $status_file"
+    [ ! -e "$status_file" ] || seen=" and $status_file"
+    say "run $run_id failed (torchrun: $code); see the first error above$seen"
   fi
   [ "$worker_code" != "$EXIT_CONFIG" ] || exit "$EXIT_CONFIG"
   exit 1
 }
+
+case ${1:-} in
+  -h | --help)
+    usage
+    echo "Settings of a run: python -m trainer.train --help"
+    exit 0
+    ;;
+esac
 
 # From here on a signal waits for its workers, even one that comes before they exist.
 trap 'request_stop USR1' USR1

@@ -76,7 +76,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_use_device, initargs=(_current_device(),))
         self._pending: Future[None] | None = None
         self._loading: Path | None = None
-        _expect_one_process()
+        expect_one_process()
 
     # ---- saving
 
@@ -334,7 +334,7 @@ def _read_weights(folder: Path, model: nn.Module) -> None:
 @torch.no_grad()
 def _read_tensors(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place. Each rank reads on its own: what it needs is in its layout and the metadata."""
-    _expect_one_process()
+    expect_one_process()
     with _plain_errors():
         load_tensors(tensors, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
 
@@ -360,7 +360,8 @@ def _plain_errors() -> Generator[None, None, None]:
         raise RuntimeError("; ".join(f"rank {rank}: {failure[0]}" for rank, failure in failures)) from error
 
 
-def _expect_one_process() -> None:
+def expect_one_process() -> None:
+    """Keep torch from warning that a process reads a checkpoint on its own: it is meant to."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed")
 
 

@@ -161,13 +161,14 @@ def config_from_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
 def exit_with_mistake(error: Exception) -> NoReturn:
     """End this process with code 2 because of a mistake in config or data; rank 0 says which.
 
-    A mistake that rank 0 did not see (a file damaged where only this rank reads) is told after a while. The code also
-    goes to the file named by SLUICEGATE_EXIT_FILE, for launchers: torchrun flattens it to 1.
+    A mistake that rank 0 did not see (a file damaged where only this rank reads) is told after a while. Code and
+    message also go to the file named by SLUICEGATE_EXIT_FILE, for launchers: torchrun flattens the one to 1 and buries
+    the other.
     """
     if _rank() == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
         if exit_file := os.environ.get("SLUICEGATE_EXIT_FILE"):
-            Path(exit_file).write_text("2")
+            Path(exit_file).write_text(f"2\n{error}\n")
     else:
         # torchrun ends this process by SIGTERM as soon as rank 0 has gone: no handler of ours may hold that up.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -24,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer import checkpoint_files as files
 from trainer.build import meta_model
-from trainer.checkpoint import Checkpointer, open_checkpoint
+from trainer.checkpoint import Checkpointer, expect_one_process, open_checkpoint
 from trainer.checkpoint_files import CheckpointReader
 from trainer.compose import config_to_yaml, load_config
 from trainer.config import CheckpointConfig, Config, TrainConfig
@@ -120,6 +120,7 @@ def export_folder(
 
 def _stored_parts(folder: Path, export: Export, peers: Peers) -> Iterator[tuple[str, Part]]:
     """Every n-th tensor of a checkpoint, read when it is its turn."""
+    expect_one_process()
     reader = CheckpointReader(folder)
     saved = reader.read_metadata().state_dict_metadata
     for name in list(export.shapes)[peers.rank :: peers.size]:

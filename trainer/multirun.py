@@ -183,7 +183,7 @@ def _exit_code(returned: int, exit_file: Path, folder: Path) -> int:
     status = read_status(folder) or {}
     if returned == 0:
         return EXIT_PREEMPTED if status.get("state") == "preempted" else 0
-    noted = exit_file.read_text().strip() if exit_file.exists() else str(status.get("exit_code"))
+    noted = exit_file.read_text().partition("\n")[0] if exit_file.exists() else str(status.get("exit_code"))
     return 2 if noted == "2" else 1
 
 

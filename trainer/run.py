@@ -16,6 +16,7 @@ it. A change that is meant is named in `run.allow_changes`; so is a longer `trai
 
 import dataclasses
 import datetime
+import difflib
 import json
 import os
 import platform
@@ -137,9 +138,10 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
 
     Raises:
         ValueError: guarded settings differ from the stored ones (the message is a diff), or checkpoint.resume=never
-            would mix a new run into an old one's folder.
+            would mix a new run into an old one's folder; an evaluation names a run that is not there.
     """
     path = run_path(config)
+    _refuse_to_evaluate_nothing(config, path)
     status = read_status(path)
     changes = _check_against_stored(config, path)
     attempt = int(status["attempt"]) + 1 if status else 1
@@ -154,6 +156,18 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     notices = (_changes_text(changes), _record_environment(path, attempt, world_size))
     write_status(path, "running", attempt=attempt, step=status["step"] if status else None)
     return RunFolder(path, path.name, attempt, finished=False, notice="\n".join(filter(None, notices)))
+
+
+def _refuse_to_evaluate_nothing(config: Config, path: Path) -> None:
+    """A mistyped run.id of an evaluation must not leave a folder behind."""
+    if not config.train.eval_only or config.checkpoint.init_from is not None or path.exists():
+        return
+    runs = sorted(folder.name for folder in path.parent.iterdir() if folder.is_dir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, runs, n=1)
+    hint = f"did you mean run.id={near[0]}" if near else "name a run that has a checkpoint (run.id)"
+    raise ValueError(
+        f"train.eval_only=true needs weights, and there is no run {path}: {hint}, or give checkpoint.init_from=PATH"
+    )
 
 
 def write_status(

@@ -35,7 +35,7 @@ def status(state, code):
 note("start")
 if mode == "config_early":
     if rank == "0.0" and "SLUICEGATE_EXIT_FILE" in os.environ:
-        pathlib.Path(os.environ["SLUICEGATE_EXIT_FILE"]).write_text("2")
+        pathlib.Path(os.environ["SLUICEGATE_EXIT_FILE"]).write_text("2\\nno such word\\n")
     sys.exit(2)
 time.sleep(float(os.environ.get("STARTUP", "0.3")))
 got = []

@@ -9,10 +9,13 @@ from scripts.bench_async_tp import SIDES, cases_of, main, parse_arguments
 
 
 @pytest.mark.slow
-def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "async_tp_cpu.json"
     assert main(["--dry-run", "--json", "--commit", "abc", "--out", str(file)]) == 0
-    result = json.loads(capsys.readouterr().out)
+    told = capfd.readouterr()
+    result = json.loads(told.out)
+    # The head of the columns before the first case.
+    assert told.err.index("fwd ms") < told.err.index("gather 16")
     assert json.loads(file.read_text()) == {"2_gpus": result}
     assert (result["card"], result["commit"], result["nproc"]) == ("cpu", "abc", 2)
     assert [(case["kind"], case["M"]) for case in result["cases"]] == [

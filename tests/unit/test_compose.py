@@ -198,7 +198,7 @@ def test_only_rank_0_speaks_and_all_exit_2(
         assert ended.value.code == 2
         assert capsys.readouterr().err == spoken
         assert (tmp_path / "exit").exists() == (rank == "0")
-    assert (tmp_path / "exit").read_text() == "2"
+    assert (tmp_path / "exit").read_text() == f"2\n{reason}"
     assert waited == [(15.0, "")]
     with pytest.raises(SystemExit):
         exit_with_mistake(ValueError("x"))

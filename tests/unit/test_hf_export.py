@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections import namedtuple
 from pathlib import Path
 
@@ -119,6 +120,15 @@ def test_a_source_is_left_as_it_was_and_a_missing_tokenizer_is_told_of(tmp_path,
     assert before == {path: path.stat().st_mtime_ns for path in [tmp_path / "hf", *(tmp_path / "hf").iterdir()]}
     assert main(["import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 2
     assert "run exists; choose another folder" in capsys.readouterr().err
+
+
+def test_one_process_exports_without_a_warning_that_it_is_alone(tmp_path):
+    written(tmp_path / "hf", "mixtral", torch.bfloat16)
+    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert [warning for warning in told if "torch.distributed is disabled" in str(warning.message)] == []
 
 
 def test_a_tied_mixture_of_experts_there_and_back(tmp_path, monkeypatch):

@@ -389,6 +389,7 @@ def test_convert_hf_says_what_is_wrong(tmp_path, capsys):
     write_folder(tmp_path / "hf", "gpt_oss", torch.float32)
     capsys.readouterr()
     assert main(["config", str(tmp_path / "hf"), "--output", str(tmp_path / "c" / "model" / "mine.yaml")]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'c' / 'model' / 'mine.yaml'}\n"
     _, config = build_reference("gpt_oss", torch.float32)
     words = ["data=python_stdlib", "data.tokenizer=some/folder", "train.seq_len=64"]
     written = compose([*words, "model=mine"], str(tmp_path / "c")).model

@@ -82,6 +82,14 @@ def test_exit_code_says_how_the_run_ended(stubs: Stubs, mode: str, expected: int
     assert code == expected, output
 
 
+def test_a_mistake_is_told_last_and_no_file_that_is_not_there(stubs: Stubs) -> None:
+    _, output = _finish(stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r", WORKER="config_early"))
+    assert output.splitlines()[-1] == "train.sh: run r stopped because of a mistake: no such word"
+    (stubs.folder / "worker.py").write_text("raise SystemExit(1)")
+    _, output = _finish(stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r"))
+    assert output.splitlines()[-1].endswith("see the first error above")
+
+
 def test_status_of_an_earlier_attempt_is_not_this_ones(stubs: Stubs) -> None:
     """A requeued run that dies at once must not read the old `preempted` and be requeued for ever."""
     status = stubs.folder / "runs" / "r" / "status.json"
@@ -123,6 +131,23 @@ def test_several_nodes_without_a_meeting_point_are_refused(
     code, output = _finish(stubs.start(TRAIN, "experiment=demo", NNODES="2", **environment))
     assert code == 2
     assert needs in output
+    assert stubs.lines("torchrun") == []
+
+
+def test_help_is_its_own_and_starts_nothing(stubs: Stubs) -> None:
+    code, output = _finish(stubs.start(TRAIN, "--help"))
+    assert code == 0
+    for words in ("NNODES=2 NODE_RANK=0", "DRY_RUN=1 prints", "75 preempted", "python -m trainer.train --help"):
+        assert words in output
+    assert "set -uo" not in output
+    assert stubs.lines("torchrun") == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("NNODES", "two"), ("NODE_RANK", "x"), ("NPROC", "gpu"), ("NPROC", "0")])
+def test_settings_that_are_no_numbers_are_refused(stubs: Stubs, name: str, value: str) -> None:
+    code, output = _finish(stubs.start(TRAIN, "experiment=demo", **{"SLUICEGATE_RUN_ID": "r", name: value}))
+    assert code == 2
+    assert output.splitlines()[-1] == f"train.sh: {name}={value} must be a whole number"
     assert stubs.lines("torchrun") == []
 
 

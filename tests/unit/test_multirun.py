@@ -31,7 +31,7 @@ lr = words.get("optim.lr")
 if lr == "0.2":
     status("failed", 1); sys.exit(1)
 if lr == "0.3":
-    Path(os.environ["SLUICEGATE_EXIT_FILE"]).write_text("2"); sys.exit(1)
+    Path(os.environ["SLUICEGATE_EXIT_FILE"]).write_text("2\\nno such word\\n"); sys.exit(1)
 if lr == "0.4":
     status("preempted", 0); sys.exit(0)
 if lr == "0.5":

@@ -199,6 +199,18 @@ def test_evaluation_alone_leaves_the_run_as_it_is(config: Config) -> None:
         start(config, train__eval_only=True, model__dim=128)
 
 
+def test_evaluation_of_a_run_that_is_not_there_leaves_no_folder(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no run .*r1: name a run"):
+        start(config, train__eval_only=True)
+    assert not (tmp_path / "runs").exists()
+    start(config, run__id="r-long")
+    with pytest.raises(ValueError, match=r"did you mean run\.id=r-long,"):
+        start(config, train__eval_only=True, run__id="r-lnog")
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["r-long"]
+    # Weights from elsewhere are evaluated in a new run.
+    start(config, train__eval_only=True, checkpoint__init_from="elsewhere")
+
+
 def test_changed_settings_finds_entries_that_came_or_went(config: Config) -> None:
     other = dataclasses.replace(config, data=dataclasses.replace(config.data, train={}))
     keys = {change.key for change in changed_settings(config, other)}
