@@ -160,13 +160,15 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
 
 def _refuse_to_evaluate_nothing(config: Config, path: Path) -> None:
     """A mistyped run.id of an evaluation must not leave a folder behind."""
-    if not config.train.eval_only or config.checkpoint.init_from is not None or path.exists():
+    elsewhere = config.checkpoint.resume not in ("auto", "never") or config.checkpoint.init_from is not None
+    if not config.train.eval_only or elsewhere or path.exists():
         return
     runs = sorted(folder.name for folder in path.parent.iterdir() if folder.is_dir()) if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, runs, n=1)
     hint = f"did you mean run.id={near[0]}" if near else "name a run that has a checkpoint (run.id)"
     raise ValueError(
-        f"train.eval_only=true needs weights, and there is no run {path}: {hint}, or give checkpoint.init_from=PATH"
+        f"train.eval_only=true needs weights, and there is no run {path}: {hint}, or give "
+        "checkpoint.resume=PATH or checkpoint.init_from=PATH"
     )
 
 

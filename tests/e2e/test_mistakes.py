@@ -60,7 +60,11 @@ def test_mistake_in_the_data_can_be_mended_in_the_same_run(bench: Bench, overrid
 def test_two_ranks_with_the_same_mistake_speak_once(bench: Bench) -> None:
     launch = bench.launch("both", "data.train.text.paths=[/no/such/place/*.txt]")
     assert launch.end() == 2, launch.output
-    assert launch.output.count("/no/such/place/*.txt") == 1
+    said = [line for line in launch.output.splitlines() if "/no/such/place/*.txt" in line]
+    assert len(said) == 2 and said[0].startswith("error: "), said
+    # Once more below torchrun's traceback.
+    assert said[1] == launch.output.splitlines()[-1], launch.output
+    assert said[1].startswith("train.sh: run both stopped because of a mistake: "), said
     assert "rank 1: " not in launch.output
     assert launch.processes() == {}
 

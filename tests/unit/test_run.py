@@ -207,8 +207,12 @@ def test_evaluation_of_a_run_that_is_not_there_leaves_no_folder(config: Config, 
     with pytest.raises(ValueError, match=r"did you mean run\.id=r-long,"):
         start(config, train__eval_only=True, run__id="r-lnog")
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["r-long"]
-    # Weights from elsewhere are evaluated in a new run.
-    start(config, train__eval_only=True, checkpoint__init_from="elsewhere")
+
+
+@pytest.mark.parametrize("source", ["init_from", "resume"])
+def test_weights_from_elsewhere_are_evaluated_in_a_new_run(config: Config, source: str) -> None:
+    given: Any = {f"checkpoint__{source}": "elsewhere"}
+    assert not start(config, train__eval_only=True, **given).finished
 
 
 def test_changed_settings_finds_entries_that_came_or_went(config: Config) -> None:
