@@ -152,6 +152,8 @@ class Departed(NamedTuple):
     arrival: Arrival
     # Where rows begin that go to the arena of what is kept; None: they have a tensor of their own.
     base: Tensor | None
+    # Of the plan that it follows.
+    routes: Tensor
 
 
 _DEPARTED: dict[str, Departed] = {}
@@ -175,7 +177,8 @@ def depart(
         rows_RD = saved.rows_SD[:num_rows]
         base = saved.reserve(travel.tables.totals, saves, tag_of(travel.layer, DISPATCH))
     out = Received(rows_RD, weights_RK, ids_RK)
-    return Departed(sent, out, travel.there(DISPATCH, 0, sent, out, payload, beside, base), base)
+    arrival = travel.there(DISPATCH, 0, sent, out, payload, beside, base)
+    return Departed(sent, out, arrival, base, travel.tables.routes)
 
 
 def departed(
@@ -183,8 +186,11 @@ def departed(
 ) -> Departed:  # fmt: skip
     """What `start_dispatch` has sent, or else send it now."""
     found = _DEPARTED.pop(travel.exchange.name, None)
-    assert found is None or (found.base is None) == (saves is None), "departed and arriving rows go to other places"
-    return found or depart(travel, x_TD, weights_TK, ids_TK, payload, False, saves)
+    # Of another plan, it is what nobody came for: an exception stood in between.
+    if found is None or found.routes.data_ptr() != travel.tables.routes.data_ptr():
+        return depart(travel, x_TD, weights_TK, ids_TK, payload, False, saves)
+    assert (found.base is None) == (saves is None), "departed and arriving rows go to other places"
+    return found
 
 
 @operator("start_dispatch", mutates_args=("state",))

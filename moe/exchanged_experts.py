@@ -153,7 +153,7 @@ def exchanged_experts_forward(
     travel = Travel(find_exchange(name), layer, Tables(index_NT, tokens_NT, routes, totals))
     num_experts, num_chunks, num_rows = w_down_EDF.shape[0], travel.num_chunks, travel.chunk_rows
     spare = travel.programs if num_chunks > 1 else 0
-    sent, received, arrival, base = departed(
+    sent, received, arrival, base, _ = departed(
         travel, x_TD, weights_TK, ids_TK, payload_there, num_pairs if saves else None
     )
     ends_S, saved = totals.new_empty(num_chunks * num_experts), travel.exchange.saved
