@@ -44,7 +44,10 @@ def choose_backend(config: CommsConfig, group: dist.ProcessGroup | None, device:
     split = split_into_nodes(config.ranks_per_node, hosts_of(group))
     levels = None if split.ranks_per_node == group.size() else split.ranks_per_node
     if config.backend in REASONS:
-        reason = "; ".join(filter(None, (split.reason, REASONS[config.backend])))
+        asked = REASONS[config.backend]
+        if config.backend == "auto" and device.type != "cuda":
+            asked = "symm_mem and nvshmem need GPUs"
+        reason = "; ".join(filter(None, (split.reason, asked)))
         return BackendChoice("collective", reason, ranks_per_node=levels)
     if levels is not None and config.ranks_per_node is not None:
         what = "reaches the ranks of one node" if config.backend == "symm_mem" else "knows one level"

@@ -130,6 +130,7 @@ class MoE(nn.Module):
         """
         x_TD = x_BSD.flatten(0, 1)
         mask_T = None if token_mask_BS is None else token_mask_BS.flatten()
+        # 1. route
         routing = self.route(
             x_TD,
             self.router.weight,
@@ -140,15 +141,16 @@ class MoE(nn.Module):
             seq_len=x_BSD.shape[1],
             sequence=self.sequence,
         )
-        # The exchange back comes last: a recomputation for backward stops at the last tensor it needs, before it.
         stats = self.balance(routing, mask_T, x_BSD.shape[1], scale)
         tokens = self.gather_tokens(x_TD, routing)
+        # 2. plan
         plan = self.plan(tokens.ids_TK, mask_T)
-        through = self.through(plan, x_TD)
+        through = self.way_through(plan, x_TD)
         if through is not None and self.shared is not None:
             # Rows travel while the shared expert computes.
             depart(through, tokens.x_TD, tokens.weights_TK, tokens.ids_TK)
         shared_TD = None if self.shared is None else self.shared(x_TD)
+        # 3 to 5. dispatch, experts, combine; last, because a recomputation for backward stops before combine.
         y_TD = self.routed_experts(tokens, plan, through)
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
@@ -167,14 +169,18 @@ class MoE(nn.Module):
         """Steps 3 to 5 for tokens that have been planned."""
         x_TD, weights_TK, ids_TK = tokens
         if through is not None:
+            # 3 to 5. as one operator, in which rows travel while experts compute
             y_TD = self.experts(x_TD, ids_TK, weights_TK, plan.num_items, plan.is_exact, through)
             y_TD = end_of_recomputation(y_TD, through.plan.index_NT)
         else:
+            # 3. dispatch
             rows_RD, weights_RK, ids_RK = dispatch(plan, x_TD, weights_TK, ids_TK, self.dispatch_payload)
             if self.num_ranks > 1:
                 first, end = self.first_id, self.first_id + self.experts_per_rank
                 ids_RK = torch.where((ids_RK >= first) & (ids_RK < end), ids_RK - first, -1)
+            # 4. experts
             out_RD = self.experts(rows_RD, ids_RK, weights_RK, plan.num_items, plan.is_exact)
+            # 5. combine
             y_TD = combine(plan, out_RD, self.combine_payload)
         # With etp results are partial sums.
         return y_TD if self.etp_group is None else reduce_scatter(y_TD, 0, self.etp_group.group_name)
@@ -192,7 +198,7 @@ class MoE(nn.Module):
         num_items = ids_TK.numel() if every_id_used else None
         return plan_dispatch(items_TN, self.nodes or self.ep_group, num_items)
 
-    def through(self, plan: Plan, x_TD: Tensor) -> Through | None:
+    def way_through(self, plan: Plan, x_TD: Tensor) -> Through | None:
         """How rows travel while experts compute; None where steps 3 to 5 are taken one by one."""
         if not (isinstance(plan, SymmetricPlan) and self.experts.can_exchange(x_TD.dtype, x_TD.device)):
             return None

@@ -40,7 +40,7 @@ def low_precision_experts(
         ValueError: rows or weights are not bf16.
     """
     if rows_RD.dtype != torch.bfloat16 or w_down_EDF.dtype != torch.bfloat16:
-        raise ValueError(f"{recipe.name} computes from bf16, not from {rows_RD.dtype} and {w_down_EDF.dtype}")
+        raise ValueError(f"{recipe.name} computes from bf16: rows are {rows_RD.dtype}, weights {w_down_EDF.dtype}")
     found = _LowPrecisionExperts.apply(  # pyright: ignore
         rows_RD, weights_RK, w_gate_up_E2FD, w_down_EDF, pairs, activation, recipe
     )

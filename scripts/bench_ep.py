@@ -65,12 +65,10 @@ from scripts.ep_sides import (
     reference,
 )
 from scripts.moe_sides import ROUTINGS, SHAPES, TINY, Problem, Shape, make_problem, side_of
-from trainer.garbage import collected_together
+from trainer.garbage import NEVER, collected_together
 
 # Calls of one measurement, and clock cycles of the wait in which the host gets ahead of the device.
 CALLS, AHEAD = 4, 60_000_000
-# Steps between collections of garbage.
-NEVER = 10**9
 
 
 def main(argv: Sequence[str] | None = None) -> int:

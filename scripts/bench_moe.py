@@ -61,13 +61,11 @@ from scripts.moe_sides import (
     results,
     step,
 )
-from trainer.garbage import collected_together
+from trainer.garbage import NEVER, collected_together
 
 REPEATS = 3
 # Clock cycles of the device for which the host may run ahead: about 8 milliseconds.
 HEAD_START = 15_000_000
-# Steps between collections of garbage.
-NEVER = 10**9
 # Tokens of the comparison with fp32.
 CHECKED_TOKENS = 2048
 # Calls that make the host wait for the device.

@@ -7,7 +7,8 @@ from parallel.async_tp import AsyncChoice
 from parallel.mesh import Mesh
 from trainer.build import meta_model
 from trainer.config import Config
-from trainer.models.transformer import count_parameters
+from trainer.models.transformer import Transformer, count_parameters
+from trainer.planner import describe_memory
 from trainer.precision import apply_precision
 from trainer.run import RunFolder
 
@@ -31,6 +32,7 @@ def describe_run(config: Config, folder: RunFolder, mesh: Mesh) -> str:
     conversion = apply_precision(model, config.precision, mesh.device)
     recipe = "" if conversion is None else f"  recipe  {conversion}\n"
     train = config.train
+    length = f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens"
     sizes = ", ".join(f"{axis}={size}" for axis in AXES if (size := getattr(mesh.config, axis)) > 1)
     processes = "1 process" if mesh.world_size == 1 else f"{mesh.world_size} processes"
     return (
@@ -38,8 +40,18 @@ def describe_run(config: Config, folder: RunFolder, mesh: Mesh) -> str:
         f"  model   {config.model.name}: {human(total)} parameters, {human(active)} active per token\n"
         f"  layout  {processes} on {mesh.device.type}{f': {sizes}' if sizes else ''}; {config.precision.recipe}\n"
         f"{recipe}"
-        f"  length  {train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens"
+        f"  length  {'an evaluation, no steps' if train.eval_only else length}"
     )
+
+
+def describe_layout(config: Config, mesh: Mesh, model: Transformer) -> list[str]:
+    """What laying the model out has settled: who brings rows, what that takes, what overlaps."""
+    found = (
+        describe_exchange(model.exchange_choice),
+        describe_memory(config, mesh.world_size, mesh.device),
+        describe_async_tp(model.async_tp),
+    )
+    return [said for said in found if said]
 
 
 def describe_exchange(choice: BackendChoice) -> str:
@@ -59,7 +71,16 @@ def describe_async_tp(choice: AsyncChoice) -> str:
     return f"  async   native: {choice.num_fused} of {choice.num_maps} split matmuls fused with their transfer"
 
 
-def describe_data(kind: str, counts: Mapping[str, Mapping[str, int]]) -> str:
+Counts = Mapping[str, Mapping[str, int]]
+
+
+def describe_sources(train: Counts, held_out: Counts) -> list[str]:
+    """What was read; of training nothing where there is none."""
+    found = [describe_data(kind, counts) for kind, counts in (("train", train), ("held out", held_out)) if counts]
+    return found if held_out else [*found, "  no held-out set: data.eval is empty"]
+
+
+def describe_data(kind: str, counts: Counts) -> str:
     """One line per source: `counts` as the loaders give them."""
     lines: list[str] = []
     for name, numbers in counts.items():

@@ -8,6 +8,9 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 
+# More steps than a run has.
+NEVER = 10**9
+
 
 @contextmanager
 def collected_together(every: int) -> Generator["Garbage"]:

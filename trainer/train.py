@@ -23,7 +23,7 @@ import torch
 from comms.symmetric_memory import NoRoomError
 from parallel.mesh import build_mesh
 from parallel.process_group import process_group
-from trainer.banner import describe_async_tp, describe_data, describe_exchange, describe_run
+from trainer.banner import describe_layout, describe_run, describe_sources
 from trainer.build import build_model, choose_expert_tiles
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import find_checkpoint
@@ -40,7 +40,6 @@ from trainer.install_check import check_one_root
 from trainer.metrics import RunMetrics
 from trainer.optim import build_optimizer, learning_rate, set_learning_rate
 from trainer.peers import Peers
-from trainer.planner import describe_memory
 from trainer.run import RunFolder, check_architecture, write_status
 from trainer.run_lock import RunLock
 from trainer.settle import enter_folder, settle, total_steps
@@ -137,11 +136,7 @@ class Trainer:
             self.eval_sets = build_eval_sets(config, self.tokenizer, rank, size)
         self.tell_data()
         self.model = build_model(config, mesh)
-        if said := describe_exchange(self.model.exchange_choice):
-            self.metrics.say(said)
-        if said := describe_memory(config, mesh.world_size, device):
-            self.metrics.say(said)
-        if said := describe_async_tp(self.model.async_tp):
+        for said in describe_layout(config, mesh, self.model):
             self.metrics.say(said)
         choose_expert_tiles(self.model, config, mesh)
         self.optimizer = build_optimizer(self.model, config.optim)
@@ -162,11 +157,8 @@ class Trainer:
         """Say what was read."""
         train = {} if self.loader is None else self.loader.counts
         held_out = {name: batches.counts for name, batches in self.eval_sets.items()}
-        for kind, counts in (("train", train), ("held out", held_out)):
-            if counts:
-                self.metrics.say(describe_data(kind, counts))
-        if not held_out:
-            self.metrics.say("  no held-out set: data.eval is empty")
+        for said in describe_sources(train, held_out):
+            self.metrics.say(said)
 
     def check_evaluable(self) -> None:
         """Raises ValueError where an evaluation-only run has no weights or no text."""

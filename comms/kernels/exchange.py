@@ -23,11 +23,11 @@ Shape suffixes: T tokens, N ranks, R rows received.
 import triton
 import triton.language as tl
 
-from comms.kernels.e4m3 import decode
 from comms.kernels.flags import epoch_of, finish, ready_at, signal, wait, wait_for_room
 from comms.kernels.parts import put_sums, sum_parts
 from comms.kernels.pieces import (
     linger,
+    load_coded,
     load_side,
     move,
     move_coded,
@@ -379,24 +379,6 @@ def _sum(
                 total += tl.load(numbers + (row * WIDTH + column), mask=mask, other=0.0).to(WIDE)
             else:
                 records = records_at(base) + row * ROW_BYTES
-                total += _load_coded(records, start, column, (nth >= 0)[:, None], out, WIDTH, COLUMNS, CODE_BLOCK, TILE)
+                total += load_coded(records, start, column, (nth >= 0)[:, None], out, WIDTH, COLUMNS, CODE_BLOCK, TILE)
         place = token.to(tl.int64)[:, None] * WIDTH + column
         tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < end)[:, None] & (column < WIDTH))
-
-
-@triton.jit
-def _load_coded(
-    records, start, column, goes, like,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CODE_BLOCK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """(TILE, COLUMNS) fp32 numbers of records (comms/kernels/codec.py), 0 where no row goes."""
-    BLOCKS: tl.constexpr = COLUMNS // CODE_BLOCK
-    first = start + (tl.arange(0, BLOCKS) * CODE_BLOCK)[None, :]
-    code = tl.load(records + column, mask=goes & (column < WIDTH), other=0)
-    scale = tl.load(records + (WIDTH + first // CODE_BLOCK), mask=goes & (first < WIDTH), other=0)
-    # By integers, which every card and the interpreter have.
-    bits = decode(tl.reshape(code, [TILE, BLOCKS, CODE_BLOCK]), scale[:, :, None], tl.int32, CAST=False)
-    if like.dtype.element_ty == tl.bfloat16:
-        # What unpacking into bf16 gives, and the sum starts from that.
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-    return tl.reshape(bits, [TILE, COLUMNS]).to(tl.float32, bitcast=True)

@@ -150,6 +150,24 @@ def records_at(address):
 
 
 @triton.jit
+def load_coded(
+    records, start, column, goes, like,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CODE_BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(TILE, COLUMNS) fp32 numbers of records (comms/kernels/codec.py), 0 where no row goes."""
+    BLOCKS: tl.constexpr = COLUMNS // CODE_BLOCK
+    first = start + (tl.arange(0, BLOCKS) * CODE_BLOCK)[None, :]
+    code = tl.load(records + column, mask=goes & (column < WIDTH), other=0)
+    scale = tl.load(records + (WIDTH + first // CODE_BLOCK), mask=goes & (first < WIDTH), other=0)
+    # By integers, which every card and the interpreter have.
+    bits = decode(tl.reshape(code, [TILE, BLOCKS, CODE_BLOCK]), scale[:, :, None], tl.int32, CAST=False)
+    if like.dtype.element_ty == tl.bfloat16:
+        # What unpacking into bf16 gives, and the sum starts from that.
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.reshape(bits, [TILE, COLUMNS]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def load_side(weights, ids, token, column, mask, WEIGHT_WORDS: tl.constexpr, NUM_IDS: tl.constexpr):
     """Side words of tokens as they travel: words of their weights, then ids of 32 bits."""
     is_weight = column < WEIGHT_WORDS

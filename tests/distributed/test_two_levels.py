@@ -265,7 +265,7 @@ def check_choice() -> list[str]:
 def test_the_choice_says_how_many_levels_and_why() -> None:
     asked, by_hosts, uneven = run_workers(check_choice, 4)[0]
     assert asked == "two levels: 2 nodes x 2 ranks, as comms.ranks_per_node says; as asked"
-    assert by_hosts.startswith("two levels: 2 nodes x 2 ranks, as their hosts say; symm_mem has to be asked for")
+    assert by_hosts.startswith("two levels: 2 nodes x 2 ranks, as their hosts say; symm_mem and nvshmem need GPUs")
     assert uneven.startswith("one level: ") and uneven.endswith("a x 3 b x 1; as asked")
 
 

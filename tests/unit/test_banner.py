@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from comms.backend import BackendChoice
+from parallel.async_tp import AsyncChoice
 from parallel.config import ParallelConfig
 from tests.distributed.tiny_models import QWEN3
-from trainer.banner import describe_data, describe_exchange, describe_run, human
-from trainer.config import Config, PrecisionConfig
+from trainer.banner import describe_data, describe_exchange, describe_layout, describe_run, describe_sources, human
+from trainer.config import Config, PrecisionConfig, TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -30,10 +31,24 @@ def test_every_source_has_a_line_that_tells_what_was_left_out() -> None:
     ]
 
 
-def banner(precision: PrecisionConfig) -> list[str]:
+def test_what_was_read_is_told_and_that_nothing_is_held_out() -> None:
+    counts = {"books": {"documents": 2, "tokens": 5}}
+    books = "books: 2 documents, 5 tokens"
+    assert describe_sources(counts, counts) == [f"  train    {books}", f"  held out {books}"]
+    assert describe_sources({}, counts) == [f"  held out {books}"]
+    assert describe_sources(counts, {}) == [f"  train    {books}", "  no held-out set: data.eval is empty"]
+
+
+def banner(precision: PrecisionConfig, **train: Any) -> list[str]:
     folder: Any = SimpleNamespace(run_id="r", attempt=1, path=Path("runs/r"))
     mesh: Any = SimpleNamespace(config=ParallelConfig(), world_size=1, device=torch.device("cpu"))
-    return describe_run(Config(model=QWEN3, precision=precision), folder, mesh).splitlines()
+    config = Config(model=QWEN3, precision=precision, train=TrainConfig(**train))
+    return describe_run(config, folder, mesh).splitlines()
+
+
+def test_an_evaluation_has_no_length() -> None:
+    assert banner(PrecisionConfig(), steps=7)[-1].startswith("  length  7 steps of ")
+    assert banner(PrecisionConfig(), steps=7, eval_only=True)[-1] == "  length  an evaluation, no steps"
 
 
 def test_a_low_precision_recipe_has_a_line_that_tells_how_it_runs_here() -> None:
@@ -58,3 +73,16 @@ def test_the_exchange_is_told_with_its_room() -> None:
     )
     told = describe_exchange(BackendChoice("symm_mem", "as asked", "an arena of 1.00 GiB per rank")).splitlines()
     assert told == ["  experts  rows travel by symm_mem: as asked", "           an arena of 1.00 GiB per rank"]
+
+
+def test_what_a_layout_settles_is_told_where_there_is_something_to_tell() -> None:
+    mesh: Any = SimpleNamespace(world_size=1, device=torch.device("cpu"))
+    nothing: Any = SimpleNamespace(exchange_choice=BackendChoice("none", ""), async_tp=AsyncChoice("none", 0, 0))
+    assert describe_layout(Config(model=QWEN3), mesh, nothing) == []
+    both: Any = SimpleNamespace(
+        exchange_choice=BackendChoice("collective", "as asked"), async_tp=AsyncChoice("native", 2, 3)
+    )
+    assert describe_layout(Config(model=QWEN3), mesh, both) == [
+        "  experts  rows travel by collective: as asked",
+        "  async   native: 2 of 3 split matmuls fused with their transfer",
+    ]
