@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe import fused_experts as fused
 from moe import fused_launches, tiles
@@ -15,6 +16,9 @@ from moe.config import MoEConfig
 from moe.experts import GroupedExperts
 from moe.layer import BalanceScale, MoE
 from moe.tiles import Tile
+from scripts.bench_moe import saved_bound
+from scripts.moe_sides import SHAPES, Shape, config_of
+from tests.alive import Alive
 
 BOUND = 1e-5
 # Blocks that these sizes fill once, several times and in part; the epilogues' parts as on a GPU.
@@ -186,6 +190,20 @@ def test_what_forward_keeps_is_rows_h_and_indices() -> None:
     # Ids in int64, slots, weights of pairs and of the choice, a mask; offsets. Not 4 * T * E for all probabilities.
     small = T * K * (8 + 4 + 4 + 4 + 1) + 4 * E
     assert big <= sum(kept.values()) <= big + small, (sum(kept.values()) - big, small, list(kept.values()))
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_what_is_alive_after_forward_at_the_measured_sizes(shape: Shape) -> None:
+    """As an allocator counts, in fp32: beside rows and h 20 bytes of each pair, which are its id, places and weight."""
+    with FakeTensorMode():
+        layer = MoE(config_of(shape, "fused"), shape.dim)
+        x = torch.randn(1, shape.tokens, shape.dim, requires_grad=True)
+        with Alive(layer.parameters()) as alive:
+            out = layer(x)[0]
+            # Views of x count, and with them all of it.
+            kept = alive.now() - out.untyped_storage().nbytes()
+    small = kept - 4 // 2 * saved_bound(shape)
+    assert 0 < small <= 20 * shape.tokens * shape.top_k + 4 * (shape.experts + 1)
 
 
 def test_a_layer_compiles_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What blocks keep for backward (trainer/activations.py), against the tensors that real ones keep."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from comms.config import CommsConfig
 from comms.symmetric_memory import forget_exchanges, simulated_exchanges
@@ -24,6 +21,7 @@ from parallel.activation_checkpoint import apply_activation_checkpoint
 from parallel.compile import apply_compile
 from parallel.config import ParallelConfig
 from parallel.expert_parallel import plan_buffers
+from tests.alive import Alive
 from trainer.activations import Load, block_work, kept_by_block
 from trainer.config import Config, DataConfig, TrainConfig
 from trainer.models.config import AttentionConfig, ModelConfig
@@ -90,37 +88,6 @@ def saved_bytes(block: torch.nn.Module) -> Iterator[dict[Any, int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
-
-
-class Alive(TorchDispatchMode):
-    """Bytes of the tensors that operators gave and somebody still has, without weights; the most of them."""
-
-    def __init__(self, weights: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.weights = {weight.untyped_storage()._cdata for weight in weights}
-        self.storages: dict[int, tuple[Any, int]] = {}
-        self.most = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def now(self) -> int:
-        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
-        return sum(size for _, size in self.storages.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata in self.weights:
-                    continue
-                known = self.storages.get(storage._cdata)
-                if known is None or known[0].expired():
-                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.most = max(self.most, self.now())
-        return result
 
 
 @pytest.mark.parametrize("layer", [0, 1], ids=["dense", "experts"])
