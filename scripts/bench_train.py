@@ -50,6 +50,8 @@ TINY = [
     *("model.attention.qk_nope_head_dim=16", "model.attention.qk_rope_head_dim=8", "model.attention.v_head_dim=16"),
     *("model.moe.num_experts=8", "model.moe.top_k=2", "model.moe.expert_dim=16"),
     *("precision.recipe=fp32", "parallel.compile=false"),
+    # A tokenizer of the whole library takes a minute to train.
+    *('data.train.stdlib.paths=["stdlib:[a-m]*.py"]', "data.tokenizer_vocab_size=512"),
 ]
 # Layers of 8 fit a GPU with this much memory; 6 fit 80 GB.
 GIB_FOR_8_LAYERS = 100
