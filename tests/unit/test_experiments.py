@@ -18,6 +18,7 @@ from trainer.config import Config
 from trainer.layout import fit_layout
 from trainer.models.families import MODEL_DIR
 from trainer.models.transformer import Transformer, count_parameters
+from trainer.planner import GIB, MARGIN, plan_memory
 
 BENCHES = {"qwen3_30b_a3b_bench": "qwen3_30b_a3b", "deepseek_v3_16b_bench": "deepseek_v3_16b"}
 
@@ -135,6 +136,9 @@ def test_commands_in_the_header_fit_the_gpus_they_name(name: str) -> None:
         states = total_gb(f"model.num_layers={config.model.num_layers}") / holders
         assert states < 0.8 * layout.gb
         assert layout.states in (None, round(states)), layout.command
+        # What a driver leaves of 80 and 141 GB.
+        memory_gib = {80: 79.1, 141: 139.8}[layout.gb]
+        assert plan_memory(config, layout.gpus).peak <= MARGIN * memory_gib * GIB, layout.command
 
 
 @pytest.mark.parametrize(("bench", "whole"), BENCHES.items())
