@@ -31,7 +31,8 @@ from trainer.checkpoint_files import CheckpointReader
 from trainer.compose import config_from_command_line
 from trainer.metrics import read_metrics
 from trainer.run import read_status
-from trainer.train import main, run
+from trainer.train import main
+from trainer.trainer import run
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20
@@ -149,9 +150,9 @@ def _attempt(overrides: list[str]) -> int:
 
 @contextlib.contextmanager
 def _watched_steps(samples: list[list[int]], stop_after: int | None) -> Iterator[None]:
-    import trainer.train
+    import trainer.trainer
 
-    step = trainer.train.train_step
+    step = trainer.trainer.train_step
 
     def watched(model: Any, optimizer: Any, batches: Any, *rest: Any) -> Any:
         samples.append([int(index) for batch in batches for index in batch.sample_ids_B])
@@ -159,7 +160,7 @@ def _watched_steps(samples: list[list[int]], stop_after: int | None) -> Iterator
             signal.raise_signal(signal.SIGTERM)
         return step(model, optimizer, batches, *rest)
 
-    with patch("trainer.train.train_step", watched), patch("trainer.compose.SILENT_RANK_SECONDS", 0.1):
+    with patch("trainer.trainer.train_step", watched), patch("trainer.compose.SILENT_RANK_SECONDS", 0.1):
         yield
 
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-import trainer.train
+import trainer.trainer
 from tests.e2e.runs import Bench, columns
 from trainer.packing import PackedSource, Row
 
@@ -21,7 +21,7 @@ ROWS_PER_STEP = 8
 
 def seconds_per_step(bench: Bench, run_id: str, read: float, *more: str) -> tuple[float, float]:
     """perf/step_seconds and perf/data_seconds in the middle of a run whose reader sleeps `read` seconds per step."""
-    read_row, compute = PackedSource.row, trainer.train.train_step
+    read_row, compute = PackedSource.row, trainer.trainer.train_step
 
     def slow_row(self: PackedSource, index: int) -> Row:
         time.sleep(read / ROWS_PER_STEP)
@@ -31,7 +31,7 @@ def seconds_per_step(bench: Bench, run_id: str, read: float, *more: str) -> tupl
         time.sleep(STEP)
         return compute(*arguments)
 
-    with patch.object(PackedSource, "row", slow_row), patch.object(trainer.train, "train_step", slow_step):
+    with patch.object(PackedSource, "row", slow_row), patch.object(trainer.trainer, "train_step", slow_step):
         attempt = bench.alone(run_id, "train.steps=14", "train.eval_every=null", "checkpoint.every=null", *more)
     assert attempt.code == 0, attempt.err
     # The first steps wait for the reader to get ahead.
