@@ -41,12 +41,13 @@ argument() {
 # Prints the comment at the top of this file.
 usage() { sed -n '2,/^[^#]/{ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"; }
 
-# whole NAME...: refuses a setting that is no number, or a number of nodes or processes that is zero.
+# whole LEAST NAME...: refuses settings that are no whole numbers, or less.
 whole() {
-  local name
+  local least=$1 name
+  shift
   for name in "$@"; do
-    [[ ${!name} =~ ^[1-9][0-9]*$ || $name=${!name} = NODE_RANK=0 ]] && continue
-    say "$name=${!name} must be a whole number"
+    [[ ${!name} =~ ^(0|[1-9][0-9]{0,8})$ ]] && [ "${!name}" -ge "$least" ] && continue
+    say "$name=${!name} must be a whole number, at least $least"
     exit "$EXIT_CONFIG"
   done
 }
@@ -55,16 +56,27 @@ choose_settings() {
   local gpus
   gpus=$(count_gpus)
   default NNODES 1 "one node unless told otherwise"
-  default NODE_RANK "${SLURM_NODEID:-0}" "this node's place; node 0 hosts the rendezvous"
+  if [ "$NNODES" = 1 ]; then
+    default NODE_RANK 0 "the only node"
+  else
+    default NODE_RANK "${SLURM_NODEID:-0}" "this node's place; node 0 hosts the rendezvous"
+  fi
   if [ "$gpus" -gt 0 ]; then
     default NPROC "$gpus" "one process per GPU"
   else
     default NPROC 2 "no GPU here: the fewest processes that exchange anything"
   fi
-  whole NNODES NODE_RANK NPROC
+  whole 1 NNODES NPROC
+  whole 0 NODE_RANK
+  if [ "$NODE_RANK" -ge "$NNODES" ]; then
+    say "NODE_RANK=$NODE_RANK must be less than NNODES=$NNODES: nodes are numbered from 0"
+    exit "$EXIT_CONFIG"
+  fi
   default OMP_NUM_THREADS "$(($(nproc) / NPROC > 0 ? $(nproc) / NPROC : 1))" "the cores shared among the processes"
   default MAX_RESTARTS 0 "a failed run ends; whoever started it decides whether it is worth another try"
   default STOP_GRACE 30 "seconds a worker gets to end by itself once torchrun is gone"
+  whole 1 OMP_NUM_THREADS
+  whole 0 MAX_RESTARTS STOP_GRACE
   if [ -x "$root/.venv/bin/python" ]; then
     default PYTHON "$root/.venv/bin/python" "the checkout's environment"
   else
@@ -173,6 +185,8 @@ interrupt() {
   else
     say "stopping at once"
     workers | xargs -r kill -s KILL 2>/dev/null
+    # It may wait for other nodes and have none.
+    [ -z "$agent" ] || [ -n "$(workers)" ] || kill -s "$([ "$interrupts" = 2 ] && echo TERM || echo KILL)" "$agent" 2>/dev/null
   fi
 }
 
@@ -256,7 +270,8 @@ conclude() {
   fi
   # A mistake in the config is found before the run has a folder.
   [ -n "$worker_code" ] && [ "$worker_code" != None ] || worker_code=$(head -n 1 "$exit_file" 2>/dev/null)
-  mistake=$(tail -n +2 "$exit_file" 2>/dev/null)
+  # Not what an attempt before a restart left there.
+  [ "$worker_code" != "$EXIT_CONFIG" ] || mistake=$(tail -n +2 "$exit_file" 2>/dev/null)
   rm -f "$exit_file"
   case $state in
     # Torchrun's code speaks for every process: one may have failed after rank 0 wrote that the run is finished.
@@ -298,7 +313,10 @@ if [ -n "${DRY_RUN:-}" ]; then
   echo
   exit 0
 fi
-exit_file=$(mktemp)
+exit_file=$(mktemp) || {
+  say "no temporary file can be made: is TMPDIR=${TMPDIR:-/tmp} a folder to write to?"
+  exit 1
+}
 stamp_before=$(status_stamp)
 start_agent
 await_agent

@@ -168,7 +168,8 @@ def exit_with_mistake(error: Exception) -> NoReturn:
     if _rank() == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
         if exit_file := os.environ.get("SLUICEGATE_EXIT_FILE"):
-            Path(exit_file).write_text(f"2\n{error}\n")
+            # Whatever was given may stand in it, bytes of no character too.
+            Path(exit_file).write_bytes(f"2\n{error}\n".encode(errors="backslashreplace"))
     else:
         # torchrun ends this process by SIGTERM as soon as rank 0 has gone: no handler of ours may hold that up.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -20,6 +20,7 @@ import difflib
 import json
 import os
 import platform
+import re
 import secrets
 import socket
 import subprocess
@@ -37,6 +38,8 @@ from trainer.config import Config
 from trainer.validate import check_run_id
 
 STATES = ("running", "finished", "preempted", "failed")
+# An id that nobody chose: as new_run_id and scripts/train.sh draw it.
+DRAWN_ID = re.compile(r"\d{8}-\d{6}-\w+")
 GUARDED = (
     "model",
     "data",
@@ -154,7 +157,8 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     replace_file(path / "config.yaml", config_to_yaml(config))
     replace_file(path / "overrides.yaml", yaml.safe_dump(list(overrides)))
     notices = (_changes_text(changes), _record_environment(path, attempt, world_size))
-    write_status(path, "running", attempt=attempt, step=status["step"] if status else None)
+    if not config.train.eval_only:
+        write_status(path, "running", attempt=attempt, step=status["step"] if status else None)
     return RunFolder(path, path.name, attempt, finished=False, notice="\n".join(filter(None, notices)))
 
 
@@ -164,7 +168,7 @@ def _refuse_to_evaluate_nothing(config: Config, path: Path) -> None:
     if not config.train.eval_only or elsewhere or path.exists():
         return
     runs = sorted(folder.name for folder in path.parent.iterdir() if folder.is_dir()) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, runs, n=1)
+    near = [] if DRAWN_ID.fullmatch(path.name) else difflib.get_close_matches(path.name, runs, n=1)
     hint = f"did you mean run.id={near[0]}" if near else "name a run that has a checkpoint (run.id)"
     raise ValueError(
         f"train.eval_only=true needs weights, and there is no run {path}: {hint}, or give "
@@ -306,11 +310,14 @@ def _check_against_stored(config: Config, path: Path) -> list[Change]:
 
 
 def _never_began(path: Path) -> bool:
-    """A mistake in config or data ended the run before its first step: nothing holds it to these settings."""
+    """A mistake in config or data ended the run before its first step, or nothing but an evaluation was in this folder.
+
+    Nothing holds it to these settings then.
+    """
     status = read_status(path)
-    if status is None or status["state"] != "failed" or status.get("exit_code") != 2:
+    if status is not None and (status["state"] != "failed" or status.get("exit_code") != 2 or status["step"]):
         return False
-    return not status["step"] and not any((path / "checkpoints").glob("step_*"))
+    return not any((path / "checkpoints").glob("step_*"))
 
 
 def _refuse_to_mix(config: Config, path: Path) -> None:

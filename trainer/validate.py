@@ -22,6 +22,8 @@ from trainer.models.config import ROPE_SETTINGS, AttentionConfig, ModelConfig, R
 from trainer.schema import did_you_mean, leaf_type
 
 RUN_ID = re.compile(r"[A-Za-z0-9._-]+")
+# What W&B takes.
+MAX_RUN_ID = 128
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -51,8 +53,10 @@ def check_run_id(run_id: str) -> str:
     """`run_id` itself, when it can name a folder on any file system and a W&B run.
 
     Raises:
-        ValueError: other characters than [A-Za-z0-9._-], or nothing but dots.
+        ValueError: other characters than [A-Za-z0-9._-], nothing but dots, or more than 128 characters.
     """
+    if len(run_id) > MAX_RUN_ID:
+        raise ValueError(f"run.id={run_id[:32]}...: {len(run_id)} characters, and {MAX_RUN_ID} are allowed")
     if not RUN_ID.fullmatch(run_id) or not run_id.strip("."):
         legal = re.sub(r"[^A-Za-z0-9._-]+", "-", run_id).strip("-.") or "my-run"
         raise ValueError(f"run.id={run_id!r}: only letters, digits, '.', '_' and '-' are allowed; try run.id={legal}")
@@ -361,11 +365,13 @@ def _check_export(config: Config) -> None:
 
 def _check_checkpoint(config: Config) -> None:
     resume, init_from = config.checkpoint.resume, config.checkpoint.init_from
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
+    if resume not in ("auto", "never") and not (resume and Path(resume).is_dir()):
         hint = did_you_mean(resume, ("auto", "never"))
         raise ValueError(f"checkpoint.resume={resume}: must be auto, never or an existing folder{hint}")
-    if init_from is not None and not Path(init_from.removeprefix(HF_PREFIX)).is_dir():
-        raise ValueError(f"checkpoint.init_from={init_from}: there is no such folder")
+    if init_from is not None:
+        source = init_from.removeprefix(HF_PREFIX)
+        if not source or not Path(source).is_dir():
+            raise ValueError(f"checkpoint.init_from={init_from}: there is no such folder")
     if config.checkpoint.export_hf:
         _check_export(config)
     if config.train.eval_only and resume == "never" and init_from is None:

@@ -183,6 +183,16 @@ def test_cfg_job_prints_the_composed_config(capsys: pytest.CaptureFixture[str], 
     assert load_config(tmp_path / "config.yaml").optim.lr == 0.25
 
 
+def test_a_mistake_of_bytes_that_are_no_characters_reaches_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLUICEGATE_EXIT_FILE", str(tmp_path / "exit"))
+    with pytest.raises(SystemExit) as ended:
+        config_from_command_line(["run.id=\udcff"])
+    assert ended.value.code == 2
+    assert (tmp_path / "exit").read_text().startswith("2\ncannot read 'run.id=")
+
+
 def test_only_rank_0_speaks_and_all_exit_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -90,6 +90,32 @@ def test_a_mistake_is_told_last_and_no_file_that_is_not_there(stubs: Stubs) -> N
     assert output.splitlines()[-1].endswith("see the first error above")
 
 
+def test_a_mistake_before_a_restart_is_not_told_of_what_failed_after_it(stubs: Stubs) -> None:
+    (stubs.folder / "worker.py").write_text(
+        "import json, os, pathlib, sys; pathlib.Path(os.environ['SLUICEGATE_EXIT_FILE']).write_text('2\\nof yore')\n"
+        "run = pathlib.Path('runs/r'); run.mkdir(parents=True, exist_ok=True)\n"
+        "(run / 'status.json').write_text(json.dumps({'state': 'failed', 'exit_code': 1})); sys.exit(1)"
+    )
+    code, output = _finish(stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r"))
+    assert code == 1 and "of yore" not in output and "see the first error above" in output.splitlines()[-1], output
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_launch_that_has_no_workers_yet_can_be_stopped(stubs: Stubs, listens: bool) -> None:
+    """It waits for other nodes; a further interrupt ends one that does not listen."""
+    ignored = "" if listens else "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    program = stubs.folder / "bin" / "torchrun-stub"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, pathlib, signal, time; {ignored}"
+        "pathlib.Path(os.environ['STUBS'], 'waits').touch(); time.sleep(60)"
+    )
+    process = stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r")
+    wait_until(lambda: (stubs.folder / "waits").exists(), "the stand-in to wait")
+    wait_until(lambda: process.poll() is not None or _interrupt(process), "the launcher to end")
+    code, output = _finish(process)
+    assert code == 1 and "stopping at once" in output, output
+
+
 def test_status_of_an_earlier_attempt_is_not_this_ones(stubs: Stubs) -> None:
     """A requeued run that dies at once must not read the old `preempted` and be requeued for ever."""
     status = stubs.folder / "runs" / "r" / "status.json"
@@ -143,12 +169,27 @@ def test_help_is_its_own_and_starts_nothing(stubs: Stubs) -> None:
     assert stubs.lines("torchrun") == []
 
 
-@pytest.mark.parametrize(("name", "value"), [("NNODES", "two"), ("NODE_RANK", "x"), ("NPROC", "gpu"), ("NPROC", "0")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("NNODES", "two"), ("NODE_RANK", "x"), ("NPROC", "gpu"), ("NPROC", "0"), ("NPROC", "9" * 20)),
+        *(("OMP_NUM_THREADS", "x"), ("MAX_RESTARTS", "-1"), ("STOP_GRACE", "abc")),
+    ],
+)
 def test_settings_that_are_no_numbers_are_refused(stubs: Stubs, name: str, value: str) -> None:
     code, output = _finish(stubs.start(TRAIN, "experiment=demo", **{"SLUICEGATE_RUN_ID": "r", name: value}))
     assert code == 2
-    assert output.splitlines()[-1] == f"train.sh: {name}={value} must be a whole number"
+    assert output.splitlines()[-1].startswith(f"train.sh: {name}={value} must be a whole number, at least ")
     assert stubs.lines("torchrun") == []
+
+
+def test_a_node_beyond_the_last_is_refused(stubs: Stubs) -> None:
+    given = {"SLUICEGATE_RUN_ID": "r", "NNODES": "2", "MASTER_ADDR": "node0"}
+    code, output = _finish(stubs.start(TRAIN, "experiment=demo", NODE_RANK="2", **given))
+    assert code == 2 and "NODE_RANK=2 must be less than NNODES=2" in output.splitlines()[-1]
+    # One node of a larger job is the only one of its run.
+    code, output = _finish(stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r", SLURM_NODEID="3", DRY_RUN="1"))
+    assert code == 0 and "is_host=true" in output, output
 
 
 def test_defaults_are_shown_with_their_reasons(stubs: Stubs) -> None:

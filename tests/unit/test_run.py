@@ -207,12 +207,19 @@ def test_evaluation_of_a_run_that_is_not_there_leaves_no_folder(config: Config, 
     with pytest.raises(ValueError, match=r"did you mean run\.id=r-long,"):
         start(config, train__eval_only=True, run__id="r-lnog")
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["r-long"]
+    start(config, run__id="20260102-030405-abcdef")
+    with pytest.raises(ValueError, match=r"name a run that has a checkpoint \(run\.id\)"):
+        start(config, train__eval_only=True, run__id="20260102-030406-abcdef")
 
 
 @pytest.mark.parametrize("source", ["init_from", "resume"])
 def test_weights_from_elsewhere_are_evaluated_in_a_new_run(config: Config, source: str) -> None:
     given: Any = {f"checkpoint__{source}": "elsewhere"}
-    assert not start(config, train__eval_only=True, **given).finished
+    folder = start(config, train__eval_only=True, **given)
+    assert not folder.finished
+    # It is no run that goes on, and holds none to its settings.
+    assert read_status(folder.path) is None
+    assert start(config, model__dim=128).attempt == 1
 
 
 def test_changed_settings_finds_entries_that_came_or_went(config: Config) -> None:
