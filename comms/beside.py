@@ -156,9 +156,6 @@ class Departed(NamedTuple):
     routes: Tensor
 
 
-_DEPARTED: dict[str, Departed] = {}
-
-
 def depart(
     travel: Travel, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str, beside: bool, saves: int | None
 ) -> Departed:  # fmt: skip
@@ -185,12 +182,20 @@ def departed(
     travel: Travel, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str, saves: int | None
 ) -> Departed:  # fmt: skip
     """What `start_dispatch` has sent, or else send it now."""
-    found = _DEPARTED.pop(travel.exchange.name, None)
-    # Of another plan, it is what nobody came for: an exception stood in between.
-    if found is None or found.routes.data_ptr() != travel.tables.routes.data_ptr():
+    waiting: list[Departed] = travel.exchange.departed
+    if not waiting or waiting[0].routes.data_ptr() != travel.tables.routes.data_ptr():
+        forget_departed(travel)
         return depart(travel, x_TD, weights_TK, ids_TK, payload, False, saves)
+    found = waiting.pop()
     assert (found.base is None) == (saves is None), "departed and arriving rows go to other places"
     return found
+
+
+def forget_departed(travel: Travel) -> None:
+    """Give up what nobody came for, because an exception stood in between; not before it has arrived."""
+    for departed in travel.exchange.departed:
+        travel.wait(departed.arrival)
+    travel.exchange.departed.clear()
 
 
 @operator("start_dispatch", mutates_args=("state",))
@@ -210,4 +215,5 @@ def start_dispatch(
 ) -> None:
     """Send the first chunk, for the operator that asks with `departed`: something else can be computed until then."""
     travel = Travel(find_exchange(name), layer, Tables(index_NT, tokens_NT, routes, totals))
-    _DEPARTED[name] = depart(travel, x_TD, weights_TK, ids_TK, payload, True, saves)
+    forget_departed(travel)
+    travel.exchange.departed.append(depart(travel, x_TD, weights_TK, ids_TK, payload, True, saves))

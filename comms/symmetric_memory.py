@@ -20,6 +20,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -173,6 +174,8 @@ class Exchange:
     waits: list[tuple[torch.Event, torch.Event]] | None = field(default=None, repr=False)
     # What is kept for backward of all layers and micro-batches; None: tensors of their own.
     saved: SavedArena | None = None
+    # The dispatch that was sent before the operator that takes it, if any (comms/beside.py).
+    departed: list[Any] = field(default_factory=list[Any], repr=False)
     # Keeps the mapping alive.
     handle: object = field(default=None, repr=False)
 

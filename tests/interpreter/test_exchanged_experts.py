@@ -178,10 +178,14 @@ def what_departed_for_nobody_is_not_taken(exchange: Exchange) -> None:
         return Through(plan, first_id, Payload(), Payload()), x, weights, ids
 
     depart(*given())
+    assert len(exchange.departed) == 1
+    # Neither by whoever departs next, nor by whoever comes.
+    depart(*given())
+    assert len(exchange.departed) == 1
     now = given()
     with torch.no_grad():
         found, expected = (exchanged_experts(*now, *layer.experts.parameters(), "swiglu") for _ in range(2))
-    assert torch.equal(found, expected)
+    assert torch.equal(found, expected) and not exchange.departed
 
 
 def train(exchange: Exchange | None, chunks: int, mode: str) -> dict[str, Tensor]:
