@@ -7,8 +7,8 @@
     5. combine    one row per (token, rank) comes back and is summed      comms/all_to_all.py
 
 Rows travel by collectives, or through symmetric memory (comms/symmetric_exchange.py on one host,
-comms/record_exchange.py on many) behind the same two functions. On one host fused experts take steps 3 to 5 as one
-(moe/exchanged_experts.py), in which rows travel while experts compute.
+comms/record_exchange.py on any number) behind the same two functions. With symmetric memory on one host fused
+experts take steps 3 to 5 as one (moe/exchanged_experts.py), in which rows travel while experts compute.
 Dispatch moves rows between ranks; experts are a local matter. On one rank steps 3 and 5 are the identity, so there is
 one path for every layout. Beside it the shared expert, if there is one, sees every token.
 
@@ -104,7 +104,7 @@ class MoE(nn.Module):
         self.register_buffer("expert_bias", bias)
         self.experts = GroupedExperts(config, dim)
         self.shared = FeedForward(dim, config.shared_expert_dim) if config.shared_expert_dim else None
-        # Replaced by their compiled twins when the run compiles.
+        # Replaced by its compiled twin when the run compiles.
         self.route = route
         self.ep_group: dist.ProcessGroup | None = None
         self.etp_group: dist.ProcessGroup | None = None
@@ -116,7 +116,7 @@ class MoE(nn.Module):
         self.chunks = 1
         # What rows and gradients are sent as.
         self.dispatch_payload = self.combine_payload = AS_IT_IS
-        # Among the MoE layers of the model: ranks that meet in an exchange must be in the same layer.
+        # Its place among the MoE layers of the model: ranks that meet in an exchange must be in the same layer.
         self.number = 0
 
     def forward(

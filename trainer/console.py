@@ -3,6 +3,7 @@
 `rich` is imported only for the bar.
 """
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -71,7 +72,12 @@ class PlainConsole:
         """One message, to log.txt with its time and to the stream."""
         self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
         if self._stream is not None:
-            print(text, file=self._stream, flush=True)
+            try:
+                print(text, file=self._stream, flush=True)
+            except BrokenPipeError:
+                # The reader of a pipe has gone; a run does not end with it. Python would flush it again at its end.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+                self._stream = None
 
     def progress(self, step: int, values: Values) -> None:
         """The metrics of a step, in one line; nothing for an evaluation, which has its own message."""

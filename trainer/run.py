@@ -169,10 +169,10 @@ def _refuse_to_evaluate_nothing(config: Config, path: Path) -> None:
         return
     runs = sorted(folder.name for folder in path.parent.iterdir() if folder.is_dir()) if path.parent.is_dir() else []
     near = [] if DRAWN_ID.fullmatch(path.name) else difflib.get_close_matches(path.name, runs, n=1)
-    hint = f"did you mean run.id={near[0]}" if near else "name a run that has a checkpoint (run.id)"
+    hint = f"did you mean run.id={near[0]}?" if near else "name a run that has a checkpoint (run.id)."
     raise ValueError(
-        f"train.eval_only=true needs weights, and there is no run {path}: {hint}, or give "
-        "checkpoint.resume=PATH or checkpoint.init_from=PATH"
+        f"train.eval_only=true needs weights, and there is no run {path}: {hint} "
+        "Weights elsewhere: checkpoint.resume=PATH or checkpoint.init_from=PATH"
     )
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -270,6 +271,19 @@ def test_plain_console_and_log(tmp_path: Path) -> None:
     silent.say("unheard")
     silent.close()
     assert stream.getvalue() == "" and "unheard" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream:
+        console = PlainConsole(2, tmp_path / "log.txt", stream)
+        console.say("one")
+        os.close(reader)
+        for text in ("two", "three"):
+            console.say(text)
+        console.close()
+    said = [line.split()[-1] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert said == ["one", "two", "three"]
 
 
 def test_bar_on_a_terminal(tmp_path: Path) -> None:

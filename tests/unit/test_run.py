@@ -204,7 +204,7 @@ def test_evaluation_of_a_run_that_is_not_there_leaves_no_folder(config: Config, 
         start(config, train__eval_only=True)
     assert not (tmp_path / "runs").exists()
     start(config, run__id="r-long")
-    with pytest.raises(ValueError, match=r"did you mean run\.id=r-long,"):
+    with pytest.raises(ValueError, match=r"did you mean run\.id=r-long\?"):
         start(config, train__eval_only=True, run__id="r-lnog")
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["r-long"]
     start(config, run__id="20260102-030405-abcdef")
