@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from comms.collectives import gather_over_ranks, sum_over_ranks
+from comms.sequence_unit import sequence_unit
 
 
 @functools.cache
@@ -43,12 +44,6 @@ def token_table(seq_len: int, ring: int, ulysses: int, tp: int) -> Tensor:
         # Chunk r beside chunk 2 * ring - 1 - r.
         tokens = torch.stack([chunks[:ring], chunks[ring:].flip(0)], dim=1)
     return tokens.reshape(ring * ulysses * tp, -1)
-
-
-def sequence_unit(ring: int, ulysses: int, tp: int) -> int:
-    """What the length of a sequence must be a multiple of."""
-    # Two chunks per ring rank, which together divide by the ranks inside it.
-    return (2 * ring if ring > 1 else 1) * ulysses * tp
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from comms.symmetric_memory import ArenaLayout, Exchange, create_exchange, plan_
 from moe.config import MoEConfig
 from moe.layer import MoE
 from moe.linear_maps import local
-from parallel.mesh import Mesh, check_experts
+from parallel.mesh import Mesh
+from parallel.sizes import check_experts
 from parallel.tensor_parallel import split_parameter
 
 # The dim of each weight that counts hidden units: (E, 2, F, D), (E, D, F), (E, 2, F); the down map's bias has none.

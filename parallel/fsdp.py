@@ -8,8 +8,6 @@ Expert weights are gathered over dp_shard x cp x tp / (ep x etp) only: each grou
 is its own FSDP mesh.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,6 +16,7 @@ from torch.distributed.tensor import Shard
 from moe.layer import MoE
 from moe.linear_maps import local
 from parallel.mesh import Mesh
+from parallel.sizes import expert_shard_dim
 
 
 def apply_fsdp(
@@ -47,24 +46,6 @@ def sum_gradients(module: FSDPModule) -> None:
     module.set_gradient_divide_factor(1.0)
     # Without this, a factor equal to the group size turns into an average, and gloo knows no pre-multiplied sums.
     module.set_force_sum_reduction_for_comms(True)
-
-
-def expert_shard_dim(shape: Sequence[int], shard_size: int) -> int:
-    """The dim of a rank's stack of experts that `shard_size` ranks can split evenly; whole experts where possible.
-
-    Fewer experts than ranks would leave ranks without any, and FSDP splits no other dim unevenly.
-
-    Raises:
-        ValueError: if no dim divides.
-    """
-    for dim, size in enumerate(shape):
-        if size % shard_size == 0:
-            return dim
-    raise ValueError(
-        f"expert weights of shape {tuple(shape)} (one rank's experts first) have no dim that divides by the "
-        f"{shard_size} ranks that share them (dp_shard x cp x tp / (ep x etp)); raise parallel.ep or "
-        "parallel.dp_replicate."
-    )
 
 
 def _shard_experts(experts: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool) -> None:

@@ -114,7 +114,7 @@ def attention_command(node: Node) -> Command:
 def train_command(node: Node) -> Command:
     """Qwen3-30B-A3B beside torchtitan: whole on 8 GPUs, 8 layers on fewer."""
     # On CPUs each of torchrun's processes takes seconds to start.
-    words: list[Any] = ["--nproc", 2 if node.dry_run else node.nproc, "--repeats", 1, "--timeout", 95]
+    words: list[Any] = ["--nproc", 2 if node.dry_run else node.nproc, "--repeats", 1, "--timeout", 190 if node.dry_run else 95]
     if not node.dry_run:
         words += ["--steps", 10]
         if node.nproc >= 8:
@@ -134,7 +134,7 @@ def weak_steps(node: Node) -> list[list[Command]]:
         if used + size > node.nproc:
             steps.append([])
             used = 0
-        words: list[Any] = ["--nproc", size, "--repeats", 1, "--baseline", "skip", "--timeout", 70]
+        words: list[Any] = ["--nproc", size, "--repeats", 1, "--baseline", "skip", "--timeout", 140 if node.dry_run else 70]
         if not node.dry_run:
             words += ["--layers", layers, "--local-batch", 2, "--steps", 15]
         devices = ",".join(visible[used : used + size]) if visible else None

@@ -7,10 +7,9 @@ tried, so that mending one mistake does not lead to the next.
 import copy
 from collections.abc import Iterator
 
-from comms.split_sequence import sequence_unit
+from comms.sequence_unit import sequence_unit
 from parallel.config import LayoutError, ParallelConfig, divisors, either, nearest_divisors
-from parallel.fsdp import expert_shard_dim
-from parallel.mesh import check_experts, resolve_sizes
+from parallel.sizes import check_experts, expert_shard_dim, resolve_sizes
 from trainer.config import Config
 from trainer.models.config import ModelConfig
 from trainer.validate import accumulation_steps, resolve_parallel, validate
@@ -81,7 +80,7 @@ def _first_legal(config: Config, world_size: int, candidates: list[dict[str, int
 
 
 def check_layout(config: Config, parallel: ParallelConfig) -> None:
-    """Check model and sequence against sizes that are settled (`parallel.mesh.resolve_sizes`).
+    """Check model and sequence against sizes that are settled (`parallel.sizes.resolve_sizes`).
 
     Raises:
         ValueError: the first thing that does not divide: the settings, their values and the nearest legal ones.

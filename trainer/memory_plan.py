@@ -28,7 +28,7 @@ import torch
 from comms.saved_arena import plan_saved
 from parallel.config import ParallelConfig
 from parallel.expert_parallel import HIDDEN_DIM, expected_rows, plan_buffers
-from parallel.fsdp import expert_shard_dim
+from parallel.sizes import expert_shard_dim
 from trainer.activations import SYMMETRIC, Kept, Load, block_work, further_bytes, head_bytes, kept_by_block
 from trainer.build import DTYPES, meta_model
 from trainer.config import Config

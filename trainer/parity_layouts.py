@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from parallel.config import ParallelConfig
-from parallel.mesh import resolve_sizes
+from parallel.sizes import resolve_sizes
 from trainer.config import Config
 from trainer.layout import check_layout
 from trainer.schema import did_you_mean

@@ -7,6 +7,7 @@ Workers exit 0 when the run is finished or was asked to stop (status.json tells 
 data, 1 otherwise. The run itself is trainer/trainer.py.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,10 +21,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_one_root()
     except RuntimeError as error:
         raise SystemExit(f"error: {error}") from None
-    from trainer.compose import config_from_command_line
+    from trainer.compose import config_from_command_line, exit_with_mistake
+    from trainer.layout import fit_layout
 
     config, overrides = config_from_command_line(sys.argv[1:] if argv is None else argv)
-    # Importing torch takes seconds, and a typo should not.
+    try:
+        fit_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as error:
+        exit_with_mistake(error)
+    # Importing torch takes seconds, and a mistake should not.
     from parallel.process_group import process_group
     from trainer.trainer import run
 

@@ -9,7 +9,8 @@ import torch
 from comms import async_tp
 from parallel.async_tp import AsyncChoice, connect_async_tp, count_fused
 from parallel.config import ParallelConfig
-from parallel.mesh import build_mesh, resolve_sizes
+from parallel.mesh import build_mesh
+from parallel.sizes import resolve_sizes
 from parallel.tensor_parallel import TensorParallelMaps
 from tests.distributed.harness import run_workers
 from tests.distributed.tiny_models import MODELS

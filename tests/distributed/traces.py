@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from parallel.config import ParallelConfig
-from parallel.mesh import resolve_sizes
+from parallel.sizes import resolve_sizes
 from tests.distributed.harness import run_workers
 from tests.distributed.tiny_models import MODELS
 from trainer.models.config import ModelConfig

@@ -217,7 +217,8 @@ def test_only_rank_0_speaks_and_all_exit_2(
 def test_composing_leaves_no_trace_and_needs_no_torch(tmp_path: Path) -> None:
     # From a bare checkout, in another folder, with PYTHONPATH alone.
     code = (
-        "import sys; from trainer.compose import compose; compose(['experiment=demo']); print('torch' in sys.modules)"
+        "import sys; from trainer.compose import compose; from trainer.layout import fit_layout\n"
+        "fit_layout(compose(['experiment=demo']), 2); print('torch' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(CONFIG_DIR.parent)}
     done = subprocess.run(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel.fsdp import expert_shard_dim
+from parallel.sizes import expert_shard_dim
 
 
 @pytest.mark.parametrize(

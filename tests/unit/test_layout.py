@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from parallel.config import ParallelConfig
-from parallel.mesh import resolve_sizes
+from parallel.sizes import resolve_sizes
 from trainer.compose import compose
 from trainer.config import Config
 from trainer.layout import check_layout, fit_layout

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.config import ParallelConfig, nearest_divisors
-from parallel.mesh import check_experts, resolve_sizes
+from parallel.sizes import check_experts, resolve_sizes
 
 
 def test_dp_shard_takes_the_ranks_that_are_left() -> None:
