@@ -157,6 +157,10 @@ catches() {
 deliver() {
   local signal worker reached
   undelivered=''
+  if [ "$interrupts" -ge 2 ]; then
+    stop_at_once
+    return
+  fi
   for signal in "${!wanted[@]}"; do
     reached=0
     for worker in $(workers); do
@@ -168,6 +172,18 @@ deliver() {
     done
     [ "$reached" -ge "$NPROC" ] || undelivered=1
   done
+}
+
+stop_at_once() {
+  local living
+  living=$(workers)
+  if [ -n "$living" ]; then
+    # shellcheck disable=SC2086
+    kill -s KILL $living 2>/dev/null
+  elif [ -n "$agent" ]; then
+    # It may wait for other nodes and have no workers.
+    kill -s "$([ "$interrupts" = 2 ] && echo TERM || echo KILL)" "$agent" 2>/dev/null
+  fi
 }
 
 request_stop() {
@@ -183,10 +199,8 @@ interrupt() {
     request_stop TERM
     say "press Ctrl-C again to stop at once, without saving"
   else
-    say "stopping at once"
-    workers | xargs -r kill -s KILL 2>/dev/null
-    # It may wait for other nodes and have none.
-    [ -z "$agent" ] || [ -n "$(workers)" ] || kill -s "$([ "$interrupts" = 2 ] && echo TERM || echo KILL)" "$agent" 2>/dev/null
+    undelivered=1
+    [ "$interrupts" != 2 ] || say "stopping at once"
   fi
 }
 
