@@ -36,7 +36,10 @@ def test_counts_are_added_and_both_outputs_shown(tmp_path: Path) -> None:
     }  # fmt: skip
     words = [line for line in shown if line.startswith("words: ")]
     assert len(words) == 2 and all("-k some words tests/" in line for line in words)
-    assert words[0].endswith("tests/unit tests/e2e") and words[1].endswith("tests/distributed")
+    assert words[0].endswith("tests/unit tests/e2e") and " tests/distributed tests/e2e/" in words[1]
+    # Nothing runs twice or not at all.
+    moved = words[1].partition(" tests/distributed ")[2].split()
+    assert moved and all((ROOT / file).is_file() and f"--ignore={file}" in words[0].split() for file in moved)
 
 
 @pytest.mark.parametrize(
