@@ -114,7 +114,8 @@ def attention_command(node: Node) -> Command:
 def train_command(node: Node) -> Command:
     """Qwen3-30B-A3B beside torchtitan: whole on 8 GPUs, 8 layers on fewer."""
     # On CPUs each of torchrun's processes takes seconds to start.
-    words: list[Any] = ["--nproc", 2 if node.dry_run else node.nproc, "--repeats", 1, "--timeout", 190 if node.dry_run else 95]
+    nproc, limit = (2, 190) if node.dry_run else (node.nproc, 95)
+    words: list[Any] = ["--nproc", nproc, "--repeats", 1, "--timeout", limit]
     if not node.dry_run:
         words += ["--steps", 10]
         if node.nproc >= 8:
@@ -126,6 +127,7 @@ def train_command(node: Node) -> Command:
 def weak_steps(node: Node) -> list[list[Command]]:
     """1, 2, 4, ... GPUs with as many tokens for each; sizes for which there is room run together."""
     sizes = [1] if node.dry_run else [size for size in (1, 2, 4, 8) if size <= node.nproc]
+    limit = 140 if node.dry_run else 70
     layers = 8 if node.memory_gib is None or node.memory_gib >= GIB_FOR_ONE_GPU else 4
     visible = _devices(node)
     steps: list[list[Command]] = []
@@ -134,7 +136,7 @@ def weak_steps(node: Node) -> list[list[Command]]:
         if used + size > node.nproc:
             steps.append([])
             used = 0
-        words: list[Any] = ["--nproc", size, "--repeats", 1, "--baseline", "skip", "--timeout", 140 if node.dry_run else 70]
+        words: list[Any] = ["--nproc", size, "--repeats", 1, "--baseline", "skip", "--timeout", limit]
         if not node.dry_run:
             words += ["--layers", layers, "--local-batch", 2, "--steps", 15]
         devices = ",".join(visible[used : used + size]) if visible else None
