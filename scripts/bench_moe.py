@@ -59,6 +59,7 @@ from scripts.moe_sides import (
     reference,
     relative_errors,
     results,
+    saved_bound,
     step,
 )
 from trainer.garbage import NEVER, collected_together
@@ -287,11 +288,6 @@ def speeds(shape: Shape, times: list[tuple[float, float]]) -> dict[str, float]:
     found = {"fwd_ms": forward, "fwd_bwd_ms": both, "fwd_tflops": work / forward, "fwd_bwd_tflops": 3 * work / both}
     # On a CPU's tiny sizes the difference may be noise.
     return {**found, "bwd_tflops": 2 * work / max(both - forward, 1e-6)}
-
-
-def saved_bound(shape: Shape) -> int:
-    """Bytes of x, and of what the activation takes, in bf16."""
-    return 2 * (shape.tokens * shape.dim + 2 * shape.tokens * shape.top_k * shape.hidden)
 
 
 def memory(side: Side, problem: Problem) -> dict[str, float | None]:

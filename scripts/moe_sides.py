@@ -50,6 +50,11 @@ ROUTINGS = ("balanced", "zipf")
 LOGIT_SCALE = 5.0
 
 
+def saved_bound(shape: Shape) -> int:
+    """Bytes of x, and of what the activation takes, in bf16."""
+    return 2 * (shape.tokens * shape.dim + 2 * shape.tokens * shape.top_k * shape.hidden)
+
+
 class Problem(NamedTuple):
     """What every side is given, in one dtype."""
 

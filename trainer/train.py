@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.layout import fit_layout
 
     config, overrides = config_from_command_line(sys.argv[1:] if argv is None else argv)
+    # The run settles them again, where it knows its processes.
     try:
         fit_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:

@@ -12,7 +12,7 @@ from comms.backend import BackendChoice
 from comms.config import CommsConfig
 from comms.record_exchange import RecordExchange
 from comms.record_transport import CollectiveTransport
-from comms.symmetric_memory import Exchange, forget_exchanges, simulated_exchanges
+from comms.symmetric_memory import Exchange, forget_exchanges
 from moe.experts import GroupedExperts
 from moe.layer import MoE
 from moe.linear_maps import local
@@ -21,6 +21,7 @@ from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from tests.distributed.harness import run_workers
 from tests.distributed.tiny_models import MODELS
+from tests.simulated_exchanges import simulated_exchanges
 from trainer.activations import Load
 from trainer.build import build_model
 from trainer.config import Config, OptimConfig, PrecisionConfig, TrainConfig

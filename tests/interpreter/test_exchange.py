@@ -17,7 +17,8 @@ from comms.kernels.codec import pack_rows, unpack_rows
 from comms.kernels.gather_sum import gather_sum, gather_sum_reference
 from comms.put_and_take import PUT, TAKE, Received, exchange_counts, move_back, move_there, order_rows
 from comms.symmetric_exchange import COMBINE, DISPATCH, PLAN, SymmetricPlan, describe_tag, tag_of
-from comms.symmetric_memory import Exchange, plan_layout, simulated_exchanges
+from comms.symmetric_memory import Exchange, plan_layout
+from tests.simulated_exchanges import simulated_exchanges
 
 MAX_TOKENS, TOP_K, IDS_PER_RANK = 9, 3, 2
 

@@ -16,8 +16,7 @@ from moe.config import MoEConfig
 from moe.experts import GroupedExperts
 from moe.layer import BalanceScale, MoE
 from moe.tiles import Tile
-from scripts.bench_moe import saved_bound
-from scripts.moe_sides import SHAPES, Shape, config_of
+from scripts.moe_sides import SHAPES, Shape, config_of, saved_bound
 from tests.alive import Alive
 
 BOUND = 1e-5

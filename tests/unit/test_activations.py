@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from comms.config import CommsConfig
-from comms.symmetric_memory import forget_exchanges, simulated_exchanges
+from comms.symmetric_memory import forget_exchanges
 from moe.config import MoEConfig
 from moe.exchanged_experts import exchanged_experts_forward
 from moe.fused_experts import fused_experts
@@ -22,6 +22,7 @@ from parallel.compile import apply_compile
 from parallel.config import ParallelConfig
 from parallel.expert_parallel import plan_buffers
 from tests.alive import Alive
+from tests.simulated_exchanges import simulated_exchanges
 from trainer.activations import Load, block_work, kept_by_block
 from trainer.config import Config, DataConfig, TrainConfig
 from trainer.models.config import AttentionConfig, ModelConfig

@@ -8,7 +8,8 @@ import threading
 import pytest
 import torch
 
-from comms.symmetric_memory import ArenaLayout, NoRoomError, forget_exchanges, simulated_exchanges
+from comms.symmetric_memory import ArenaLayout, NoRoomError, forget_exchanges
+from tests.simulated_exchanges import simulated_exchanges
 from trainer.config import GuardConfig
 from trainer.guard import FAILED, NonFinitePolicy, RoomCheck, StopSignal
 from trainer.peers import Peers

@@ -22,11 +22,11 @@ from comms.symmetric_memory import (
     forget_exchanges,
     overflow_flag,
     register,
-    simulated_exchanges,
 )
 from moe.config import MoEConfig
 from moe.layer import MoE
 from parallel.expert_parallel import _check_chunks, expected_rows, share_saved, use_exchange
+from tests.simulated_exchanges import simulated_exchanges
 
 CPU = torch.device("cpu")
 

@@ -20,11 +20,11 @@ from comms.symmetric_memory import (
     overflow_flag,
     plan_layout,
     register,
-    simulated_exchanges,
 )
 from moe.config import MoEConfig
 from moe.layer import MoE
 from parallel.expert_parallel import _check_chunks, use_exchange
+from tests.simulated_exchanges import simulated_exchanges
 
 
 @given(st.integers(1, 72), st.integers(0, 5000), st.integers(1, 16), st.integers(1, 9), st.floats(0.01, 80))
