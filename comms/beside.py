@@ -211,9 +211,10 @@ def start_dispatch(
     name: str,
     layer: int,
     payload: str,
+    beside: bool,
     saves: int | None,
 ) -> None:
     """Send the first chunk, for the operator that asks with `departed`: something else can be computed until then."""
     travel = Travel(find_exchange(name), layer, Tables(index_NT, tokens_NT, routes, totals))
     forget_departed(travel)
-    travel.exchange.departed.append(depart(travel, x_TD, weights_TK, ids_TK, payload, True, saves))
+    travel.exchange.departed.append(depart(travel, x_TD, weights_TK, ids_TK, payload, beside, saves))

@@ -32,6 +32,8 @@ from comms.symmetric_memory import Exchange
 PIECE_BYTES, LEAST_PIECE_BYTES = 2**18, 2**16
 # Bytes that a program takes at once.
 PART_BYTES = 2**15
+# Rows that are coded: parts that a program takes at once, since it loads ahead within them; the most programs that put.
+CODED_PARTS, CODED_CTAS = 2, 32
 # 16-byte words that a program moves at a time, numbers that it codes on the way, and words of side columns.
 MOVE_UNITS, CODED_NUMBERS, SIDE_WORDS = 4096, 16384, 1024
 # Tokens that a program waits for and adds up, numbers that it adds up at a time, and the widest part of a row in them.
@@ -44,9 +46,9 @@ SUM_CTAS = 48
 LEAST_TAKE_PART = 0.5
 # Programs of an exchange that travels beside other work, which leaves as many multiprocessors to it for all of its
 # time: put and take, for each other rank, and the most of each. It need not be fast, but be over when the work is.
-BESIDE_PUT, BESIDE_TAKE, MAX_BESIDE = 12, 12, 12
-# They are few: each may take more parts, and tokens, between two waits. Not measured with more than 1 (docs/LOG.md).
-BESIDE_PARTS, BESIDE_TOKENS = 1, 1
+BESIDE_PUT, BESIDE_TAKE, MAX_BESIDE = 6, 10, 12
+# They are few: each takes more parts, and tokens, between two waits.
+BESIDE_PARTS, BESIDE_TOKENS = 2, 4
 NUM_WARPS = 16
 # Tokens whose rows one program numbers, and blocks of tokens whose counts it adds up at a time.
 PLAN_TOKENS, PLAN_STRIP = 256, 128
@@ -159,8 +161,9 @@ def move_there(
     weight_words = words_of(weights_TK)
     row_words = record_bytes(width, BLOCK) // 4 if is_coded else rows.shape[1]
     _check_sizes(exchange, row_words, weight_words.shape[1] + num_ids)
-    put = _put_programs(exchange, 4 * row_words * tokens_NT.numel(), beside)
-    part_rows = max(PART_BYTES * (BESIDE_PARTS if beside else 1) // (4 * row_words), 1)
+    put = _put_programs(exchange, 4 * row_words * tokens_NT.numel(), beside, CODED_CTAS if is_coded else None)
+    parts = max(BESIDE_PARTS if beside else 1, CODED_PARTS if is_coded else 1)
+    part_rows = max(PART_BYTES * parts // (4 * row_words), 1)
     take = _take_programs(exchange, put, -(-num_rows // part_rows), beside)
     put, take = put * sides[0], take * sides[1]
     with _on(exchange):
@@ -222,7 +225,7 @@ def move_back(
             exchange.layout.returns_at, exchange.layout.return_side_at,
             **_channel(exchange, RETURNS), **_piece_rows(exchange, 4 * row_words),
             WORDS=row_words, SIDE_WORDS=side_words.shape[1], SIDE_UNIT=math.gcd(side_words.shape[1], 4),
-            WIDTH=width, COLUMNS=columns, CODE_BLOCK=BLOCK if is_coded else 0,
+            WIDTH=width, COLUMNS=columns, CODE_BLOCK=BLOCK if is_coded else 0, CAST=can_cast(out_TD),
             SIDE_WIDTH=side_TK.shape[1], SIDE_COLUMNS=_power_of_2(max(side_TK.shape[1], 1)),
             TOKENS=SUM_TOKENS * more, TILE=max(min(SUM_NUMBERS * min(more, 2) // columns, SUM_TOKENS), 1),
             BLOCK=MOVE_UNITS,

@@ -40,10 +40,6 @@ from moe.kept_rows import as_results, find_kept, give_back, new_pairs, room_for_
 from moe.kernels.pair_rows import expand_chunks, sum_chunk
 from moe.kernels.sort_pairs import sort_chunk
 
-# Whether the last combine adds up each row's pairs while it sends them, instead of a pass before it. Right under the
-# interpreter; not yet measured (docs/LOG.md).
-ADDS_UP_ON_THE_WAY = False
-
 
 class Through(NamedTuple):
     """The exchange that rows reach their experts through."""
@@ -59,14 +55,18 @@ class Through(NamedTuple):
     saves: bool = False
 
 
-def depart(through: Through, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
-    """Send the first chunk now: `exchanged_experts` with the same arguments follows, after something else."""
+def depart(through: Through, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, beside: bool) -> None:
+    """Send the first chunk now: `exchanged_experts` with the same arguments follows, after something else.
+
+    Args:
+        beside: leave most of the device to that, which would otherwise take longer than the rows.
+    """
     plan = through.plan
     tables = plan.index_NT, plan.tokens_NT, plan.routes, plan.totals
     name, payload = plan.exchange.name, through.dispatch.rows
     with torch.no_grad():
         saves = plan.num_items if through.saves else None
-        start_dispatch(plan.exchange.state, x_TD, weights_TK, ids_TK, *tables, name, plan.layer, payload, saves)
+        start_dispatch(plan.exchange.state, x_TD, weights_TK, ids_TK, *tables, name, plan.layer, payload, beside, saves)
 
 
 def exchanged_experts(
@@ -176,7 +176,7 @@ def exchanged_experts_forward(
         )  # fmt: skip
         launch_rows("down", a_PF, w_down_EDF, pairs.ends_S, y_PD, False, chunk=chunk, spare=spare)
         back = no_side[0], y_TD, no_side[1], payload_back
-        if ADDS_UP_ON_THE_WAY and chunk + 1 == num_chunks and payload_back == "model" and base is None:
+        if chunk + 1 == num_chunks and payload_back == "model" and base is None:
             # Nothing else is left to do: the exchange itself adds up each row's pairs.
             returned = travel.back(COMBINE, chunk, y_PD, *back, beside=False, slots_RS=pairs.slots_RK)
         else:

@@ -141,14 +141,14 @@ class MoE(nn.Module):
             seq_len=x_BSD.shape[1],
             sequence=self.sequence,
         )
-        stats = self.balance(routing, mask_T, x_BSD.shape[1], scale)
         tokens = self.gather_tokens(x_TD, routing)
         # 2. plan
         plan = self.plan(tokens.ids_TK, mask_T)
         through = self.way_through(plan, x_TD)
-        if through is not None and self.shared is not None:
-            # Rows travel while the shared expert computes.
-            depart(through, tokens.x_TD, tokens.weights_TK, tokens.ids_TK)
+        if through is not None:
+            # Rows travel while tokens are counted and the shared expert computes.
+            depart(through, *tokens, beside=self.shared is not None)
+        stats = self.balance(routing, mask_T, x_BSD.shape[1], scale)
         shared_TD = None if self.shared is None else self.shared(x_TD)
         # 3 to 5. dispatch, experts, combine; last, because a recomputation for backward stops before combine.
         y_TD = self.routed_experts(tokens, plan, through)

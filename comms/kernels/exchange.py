@@ -76,8 +76,11 @@ def dispatch_kernel(
         taker, takers = program - num_put, num_programs - num_put
         own_tokens = tokens + me * num_tokens + route_of(routes, me, me, 3, NUM_RANKS)
         own_count, own_first = route_of(routes, me, me, 0, NUM_RANKS), route_of(routes, me, me, 1, NUM_RANKS)
-        for begin in range(taker * PART_ROWS, own_count, takers * PART_ROWS):
-            num_rows = tl.minimum(own_count - begin, PART_ROWS)
+        # Each takes its share at once: what is coded is loaded ahead, which short parts would not let it be.
+        share = tl.maximum(tl.cdiv(own_count, takers), PART_ROWS)
+        begin = taker * share
+        if begin < own_count:
+            num_rows = tl.minimum(own_count - begin, share)
             place = (own_first + begin).to(tl.int64)
             if CODE_BLOCK > 0:
                 move_coded(
@@ -237,7 +240,7 @@ def combine_kernel(
     PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr,
     WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_UNIT: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SIDE_WIDTH: tl.constexpr, SIDE_COLUMNS: tl.constexpr,
-    CODE_BLOCK: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    CODE_BLOCK: tl.constexpr, CAST: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     CLOCK: tl.constexpr, JITTER: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """out[t] = the sum of what comes back for token t, by ascending rank; this rank's own part is read from `rows`.
@@ -272,12 +275,12 @@ def combine_kernel(
             for tile in range(first, tl.minimum(first + TOKENS, end), TILE):
                 _sum(
                     rows, slots, arena + rows_at, index, routes, out, tile, me, num_tokens, end,
-                    NUM_RANKS, WIDTH, COLUMNS, 4 * WORDS, CODE_BLOCK, TILE, SLOTS,
+                    NUM_RANKS, WIDTH, COLUMNS, 4 * WORDS, CODE_BLOCK, CAST, TILE, SLOTS,
                 )  # fmt: skip
                 if SIDE_WORDS > 0:
                     _sum(
                         side, slots, arena + side_at, index, routes, out_side, tile, me, num_tokens, end,
-                        NUM_RANKS, SIDE_WIDTH, SIDE_COLUMNS, 4 * SIDE_WORDS, 0, TILE, 0,
+                        NUM_RANKS, SIDE_WIDTH, SIDE_COLUMNS, 4 * SIDE_WORDS, 0, False, TILE, 0,
                     )  # fmt: skip
     if num_put < num_programs:
         finish(pointers, state, me, tag, epoch, FLAGS_AT, NUM_RANKS, RANKS)
@@ -350,7 +353,7 @@ def _wait_for_tokens(
 def _sum(
     rows, slots, arena, index, routes, out, first, me, num_tokens, end,
     NUM_RANKS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROW_BYTES: tl.constexpr,
-    CODE_BLOCK: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr,
+    CODE_BLOCK: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Sums of TILE tokens. Own rows stand where they were received, the others where they were sent from."""
     WIDE: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32  # pyright: ignore
@@ -379,6 +382,8 @@ def _sum(
                 total += tl.load(numbers + (row * WIDTH + column), mask=mask, other=0.0).to(WIDE)
             else:
                 records = records_at(base) + row * ROW_BYTES
-                total += load_coded(records, start, column, (nth >= 0)[:, None], out, WIDTH, COLUMNS, CODE_BLOCK, TILE)
+                total += load_coded(
+                    records, start, column, (nth >= 0)[:, None], out, WIDTH, COLUMNS, CODE_BLOCK, TILE, CAST
+                )
         place = token.to(tl.int64)[:, None] * WIDTH + column
         tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < end)[:, None] & (column < WIDTH))

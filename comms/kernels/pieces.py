@@ -117,30 +117,66 @@ def move_coded(
     """Rows of `tokens` (ENCODES), or records one behind the other, to rows (DECODES) or records, by scaled blocks.
 
     What is encoded and decoded again is what it would be beyond the wire. Nobody reads the end of a record.
+
+    A step works on what the step before has loaded, by tokens that the one before that has: it would wait for memory
+    twice otherwise, with nothing else to do.
     """
     PER_ROW: tl.constexpr = (WIDTH + CODE_BLOCK - 1) // CODE_BLOCK
+    STEP: tl.constexpr = NUMBERS // CODE_BLOCK
     # A thread reads and writes the same elements: no exchange between threads stands in between.
     element = tl.max_contiguous(tl.arange(0, CODE_BLOCK), VECTOR)[None, :]
-    for start in range(0, num_rows * PER_ROW, NUMBERS // CODE_BLOCK):
-        block = start + tl.arange(0, NUMBERS // CODE_BLOCK)
-        inside = block < num_rows * PER_ROW
+    end, nth_block = num_rows * PER_ROW, tl.arange(0, STEP)
+    row = _row_of(tokens, nth_block, end, PER_ROW, ENCODES)
+    loaded, scales = _load_blocks(source, row, nth_block, end, element, WIDTH, RECORD, CODE_BLOCK, ENCODES)
+    row = _row_of(tokens, STEP + nth_block, end, PER_ROW, ENCODES)
+    for start in range(0, end, STEP):
+        block = start + nth_block
+        later, later_scales = _load_blocks(
+            source, row, block + STEP, end, element, WIDTH, RECORD, CODE_BLOCK, ENCODES
+        )  # fmt: skip
+        row = _row_of(tokens, block + 2 * STEP, end, PER_ROW, ENCODES)
+        inside = block < end
         nth, of_row = (block // PER_ROW).to(tl.int64), block % PER_ROW
         column = (of_row * CODE_BLOCK)[:, None] + element
         mask = inside[:, None] & (column < WIDTH)
         if ENCODES:
-            token = tl.load(tokens + nth, mask=inside, other=0).to(tl.int64)
-            word = tl.load(source + ((token * WIDTH)[:, None] + column), mask=mask, other=0)
-            scale = scale_byte(tl.max(absolute(word), axis=1), word.dtype)
-            code = encode(word, scale[:, None], CAST)
+            scale = scale_byte(tl.max(absolute(loaded), axis=1), loaded.dtype)
+            code = encode(loaded, scale[:, None], CAST)
         else:
-            scale = tl.load(source + nth * RECORD + WIDTH + of_row, mask=inside, other=0)
-            code = tl.load(source + ((nth * RECORD)[:, None] + column), mask=mask, other=0)
+            scale, code = scales, loaded
         if DECODES:
             words = decode(code, scale[:, None], target.dtype.element_ty, CAST)
             tl.store(target + ((nth * WIDTH)[:, None] + column), words, mask=mask)
         else:
             tl.store(target + ((nth * RECORD)[:, None] + column), code, mask=mask)
             tl.store(target + nth * RECORD + WIDTH + of_row, scale.to(tl.uint8), mask=inside)
+        loaded, scales = later, later_scales
+
+
+@triton.jit
+def _row_of(tokens, block, end, PER_ROW: tl.constexpr, GATHER: tl.constexpr):
+    """The source's row of each block."""
+    nth = block // PER_ROW
+    if GATHER:
+        nth = tl.load(tokens + nth, mask=block < end, other=0)
+    return nth.to(tl.int64)
+
+
+@triton.jit
+def _load_blocks(
+    source, row, block, end, element,
+    WIDTH: tl.constexpr, RECORD: tl.constexpr, CODE_BLOCK: tl.constexpr, ENCODES: tl.constexpr,
+):  # fmt: skip
+    """(words, nothing) of rows, or (codes, scales) of records."""
+    PER_ROW: tl.constexpr = (WIDTH + CODE_BLOCK - 1) // CODE_BLOCK
+    of_row, inside = block % PER_ROW, block < end
+    column = (of_row * CODE_BLOCK)[:, None] + element
+    begin = row * (WIDTH if ENCODES else RECORD)
+    loaded = tl.load(source + (begin[:, None] + column), mask=inside[:, None] & (column < WIDTH), other=0)
+    scales = of_row
+    if not ENCODES:
+        scales = tl.load(source + begin + WIDTH + of_row, mask=inside, other=0)
+    return loaded, scales
 
 
 @triton.jit
@@ -152,18 +188,19 @@ def records_at(address):
 @triton.jit
 def load_coded(
     records, start, column, goes, like,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CODE_BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CODE_BLOCK: tl.constexpr, TILE: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """(TILE, COLUMNS) fp32 numbers of records (comms/kernels/codec.py), 0 where no row goes."""
     BLOCKS: tl.constexpr = COLUMNS // CODE_BLOCK
     first = start + (tl.arange(0, BLOCKS) * CODE_BLOCK)[None, :]
     code = tl.load(records + column, mask=goes & (column < WIDTH), other=0)
     scale = tl.load(records + (WIDTH + first // CODE_BLOCK), mask=goes & (first < WIDTH), other=0)
-    # By integers, which every card and the interpreter have.
-    bits = decode(tl.reshape(code, [TILE, BLOCKS, CODE_BLOCK]), scale[:, :, None], tl.int32, CAST=False)
+    code, scale = tl.reshape(code, [TILE, BLOCKS, CODE_BLOCK]), scale[:, :, None]
     if like.dtype.element_ty == tl.bfloat16:
         # What unpacking into bf16 gives, and the sum starts from that.
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        bits = decode(code, scale, tl.int16, CAST).to(tl.int32) << 16
+    else:
+        bits = decode(code, scale, tl.int32, CAST)
     return tl.reshape(bits, [TILE, COLUMNS]).to(tl.float32, bitcast=True)
 
 

@@ -150,7 +150,7 @@ def a_compiled_graph_is_whole(exchange: Exchange) -> None:
 
     def compute(x: Tensor, weights: Tensor, w_up: Tensor, w_down: Tensor, plan: Any) -> Tensor:
         through = Through(plan, dist.get_rank() * EXPERTS_PER_RANK, Payload(), Payload())
-        depart(through, x, weights, ids)
+        depart(through, x, weights, ids, beside=True)
         beside = x @ x.T
         y = exchanged_experts(through, x, weights, ids, w_up, w_down, "swiglu")
         return y * 2 + beside @ x
@@ -177,10 +177,10 @@ def what_departed_for_nobody_is_not_taken(exchange: Exchange) -> None:
         plan = plan_exchange(ids, EXPERTS_PER_RANK, exchange, 0, 10**3, 2)
         return Through(plan, first_id, Payload(), Payload()), x, weights, ids
 
-    depart(*given())
+    depart(*given(), beside=True)
     assert len(exchange.departed) == 1
     # Neither by whoever departs next, nor by whoever comes.
-    depart(*given())
+    depart(*given(), beside=True)
     assert len(exchange.departed) == 1
     now = given()
     with torch.no_grad():
@@ -241,11 +241,10 @@ def prepared(check: Callable[[Exchange], None], folder: Path) -> None:
     layout = plan_layout(num_ranks, MAX_TOKENS, num_ranks, row_bytes, side_bytes, max_chunks=max(CHUNKS))
     exchange = shared_exchange(folder, layout, MAX_TOKENS, TOP_K)
     three = num_ranks == 3
-    # Both ways to add up the pairs of what is sent back last, and to travel beside other work.
-    adds_up = patch("moe.exchanged_experts.ADDS_UP_ON_THE_WAY", three)
+    # Parts and tokens that are taken between two waits: one, and several.
     beside = patch.multiple("comms.put_and_take", BESIDE_PARTS=2 if three else 1, BESIDE_TOKENS=4 if three else 1)
     small = patch.object(tiles, "CANDIDATES", {kernel: (tile,) for kernel, tile in SMALL.items()})
-    with adds_up, beside, small:
+    with beside, small:
         check(exchange)
     exchange.check()
     exchange.check_overflow()

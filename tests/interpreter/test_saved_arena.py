@@ -255,7 +255,7 @@ def a_compiled_graph_is_whole(exchange: Exchange) -> None:
 
     def compute(x: Tensor, weights: Tensor, w_up: Tensor, w_down: Tensor, plan: Any, saves: bool) -> Tensor:
         through = Through(plan, 0, Payload(), Payload(), saves=saves)
-        depart(through, x, weights, ids)
+        depart(through, x, weights, ids, beside=True)
         beside = x @ x.T
         y = exchanged_experts(through, x, weights, ids, w_up, w_down, "swiglu")
         return y * 2 + beside @ x
