@@ -24,7 +24,7 @@ from torch import Tensor
 
 from comms.operators import operator
 from comms.payload import encode
-from comms.put_and_take import Received, beside_programs, chunk_bound, chunk_ends, move_back, move_there
+from comms.put_and_take import Beside, Received, beside_programs, chunk_bound, chunk_ends, move_back, move_there
 from comms.symmetric_exchange import DISPATCH, tag_of
 from comms.symmetric_memory import Exchange, find_exchange
 
@@ -73,13 +73,13 @@ class Travel:
         return min(self.num_rows, self.exchange.num_ranks * chunk_bound(self.exchange.max_tokens, self.num_chunks))
 
     def there(
-        self, step: int, chunk: int, sent: Received, out: Received, payload: str, beside: bool,
+        self, step: int, chunk: int, sent: Received, out: Received, payload: str, beside: Beside,
         base: Tensor | None = None,
     ) -> Arrival:  # fmt: skip
         """Send a chunk of this rank's rows and side columns, and take what comes to its places in `out`.
 
         Args:
-            beside: something else computes meanwhile.
+            beside: what else runs meanwhile.
             base: where the rows of `out` begin (comms/saved_arena.py).
         """
         tables = self.tables.tokens_NT, self.routes[chunk], self.tables.totals
@@ -90,7 +90,7 @@ class Travel:
 
     def back(
         self, step: int, chunk: int, rows_RD: Tensor, side_RK: Tensor, out_TD: Tensor, side_TK: Tensor, payload: str,
-        beside: bool, slots_RS: Tensor | None = None,
+        beside: Beside, slots_RS: Tensor | None = None,
     ) -> Arrival:  # fmt: skip
         """Send back what became of a chunk's rows; `out` and `side` get the sums of its tokens.
 
@@ -157,7 +157,7 @@ class Departed(NamedTuple):
 
 
 def depart(
-    travel: Travel, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str, beside: bool, saves: int | None
+    travel: Travel, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, payload: str, beside: Beside, saves: int | None
 ) -> Departed:  # fmt: skip
     """Send the first chunk of a dispatch; the rows of all chunks get their room.
 
@@ -185,7 +185,7 @@ def departed(
     waiting: list[Departed] = travel.exchange.departed
     if not waiting or waiting[0].routes.data_ptr() != travel.tables.routes.data_ptr():
         forget_departed(travel)
-        return depart(travel, x_TD, weights_TK, ids_TK, payload, False, saves)
+        return depart(travel, x_TD, weights_TK, ids_TK, payload, Beside.NOTHING, saves)
     found = waiting.pop()
     assert (found.base is None) == (saves is None), "departed and arriving rows go to other places"
     return found
@@ -214,7 +214,12 @@ def start_dispatch(
     beside: bool,
     saves: int | None,
 ) -> None:
-    """Send the first chunk, for the operator that asks with `departed`: something else can be computed until then."""
+    """Send the first chunk, for the operator that asks with `departed`: something else can be computed until then.
+
+    Args:
+        beside: these are products.
+    """
     travel = Travel(find_exchange(name), layer, Tables(index_NT, tokens_NT, routes, totals))
     forget_departed(travel)
-    travel.exchange.departed.append(depart(travel, x_TD, weights_TK, ids_TK, payload, beside, saves))
+    company = Beside.PRODUCTS if beside else Beside.NOTHING
+    travel.exchange.departed.append(depart(travel, x_TD, weights_TK, ids_TK, payload, company, saves))

@@ -14,6 +14,7 @@ import functools
 import math
 import os
 from contextlib import AbstractContextManager
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -32,20 +33,24 @@ from comms.symmetric_memory import Exchange
 PIECE_BYTES, LEAST_PIECE_BYTES = 2**18, 2**16
 # Bytes that a program takes at once.
 PART_BYTES = 2**15
-# Rows that are coded: parts that a program takes at once, since it loads ahead within them; the most programs that put.
-CODED_PARTS, CODED_CTAS = 2, 32
+# Rows that are coded: bytes of a piece, parts that a program takes at once, since it loads ahead within them, the most
+# programs that put, and warps of each: coding is work.
+CODED_PIECE_BYTES, CODED_PARTS, CODED_CTAS, CODED_WARPS = 2**18, 2, 48, 16
 # 16-byte words that a program moves at a time, numbers that it codes on the way, and words of side columns.
 MOVE_UNITS, CODED_NUMBERS, SIDE_WORDS = 4096, 16384, 1024
 # Tokens that a program waits for and adds up, numbers that it adds up at a time, and the widest part of a row in them.
 SUM_TOKENS, SUM_NUMBERS, SUM_COLUMNS = 8, 8192, 2048
 # Bytes that make one more program worth while, and the most programs that put if nobody asks for a number.
 BYTES_PER_CTA, MAX_CTAS = 2**16, 32
-# The most that put rows which are yet to be added up.
-SUM_CTAS = 48
+# Rows that are yet to be added up: bytes of a piece, for the first of which others wait, and the most programs that
+# put.
+SUM_PIECE_BYTES, SUM_CTAS = 2**17, 48
 # Programs that take: one for each multiprocessor without a put, but no fewer than this part of all.
 LEAST_TAKE_PART = 0.5
-# Programs of an exchange that travels beside other work, which leaves as many multiprocessors to it for all of its
-# time: put and take, for each other rank, and the most of each. It need not be fast, but be over when the work is.
+# Programs that take beside passes over rows.
+COPIES_TAKE = 32
+# Programs of an exchange that travels beside products, which leave as many multiprocessors to it for all of their
+# time: put and take, for each other rank, and the most of each. It need not be fast, but be over when they are.
 BESIDE_PUT, BESIDE_TAKE, MAX_BESIDE = 6, 10, 12
 # They are few: each takes more parts, and tokens, between two waits.
 BESIDE_PARTS, BESIDE_TOKENS = 2, 4
@@ -55,6 +60,17 @@ PLAN_TOKENS, PLAN_STRIP = 256, 128
 
 PUT, TAKE, BOTH = (True, False), (False, True), (True, True)
 Sides = tuple[bool, bool]
+
+
+class Beside(IntEnum):
+    """What else runs on the device while rows travel."""
+
+    # Nothing that would take long: all multiprocessors take.
+    NOTHING = 0
+    # Passes over rows, which find room as programs end.
+    COPIES = 1
+    # Products, which have dealt their tiles out beforehand: few programs put and take.
+    PRODUCTS = 2
 
 
 class Order(NamedTuple):
@@ -142,7 +158,7 @@ def move_there(
     payload: str = "model",
     sides: Sides = BOTH,
     fill: bool = True,
-    beside: bool = False,
+    beside: Beside = Beside.NOTHING,
     base: Tensor | None = None,
 ) -> None:
     """Put rows and side columns at their places at other ranks; take what comes, and own rows, into `out`.
@@ -152,7 +168,7 @@ def move_there(
     Args:
         routes: of one chunk of the tokens.
         fill: write weights 0 and ids -1 behind the last row.
-        beside: leave most of the device to others.
+        beside: what is to find room on the device.
         base: int64; number of the row of `out` that the first one becomes, which may be beyond its shape. None: 0.
     """
     is_coded = payload != "model"
@@ -162,8 +178,9 @@ def move_there(
     row_words = record_bytes(width, BLOCK) // 4 if is_coded else rows.shape[1]
     _check_sizes(exchange, row_words, weight_words.shape[1] + num_ids)
     put = _put_programs(exchange, 4 * row_words * tokens_NT.numel(), beside, CODED_CTAS if is_coded else None)
-    parts = max(BESIDE_PARTS if beside else 1, CODED_PARTS if is_coded else 1)
+    parts = max(BESIDE_PARTS if beside == Beside.PRODUCTS else 1, CODED_PARTS if is_coded else 1)
     part_rows = max(PART_BYTES * parts // (4 * row_words), 1)
+    most = CODED_PIECE_BYTES if is_coded else PIECE_BYTES
     take = _take_programs(exchange, put, -(-num_rows // part_rows), beside)
     put, take = put * sides[0], take * sides[1]
     with _on(exchange):
@@ -172,12 +189,12 @@ def move_there(
             routes, totals, out_rows, words_of(out.weights_RK), out.ids_RK, base,
             exchange.rank, tag, exchange.limit, put, tokens_NT.shape[1], num_rows,
             exchange.layout.rows_at, exchange.layout.side_at,
-            **_channel(exchange, ROWS), **_piece_rows(exchange, 4 * row_words), PART_ROWS=part_rows,
+            **_channel(exchange, ROWS), **_piece_rows(exchange, 4 * row_words, most), PART_ROWS=part_rows,
             WORDS=row_words, WEIGHT_WORDS=weight_words.shape[1], NUM_IDS=num_ids,
             WIDTH=width, CODE_BLOCK=BLOCK if is_coded else 0, NUMBERS=CODED_NUMBERS,
             VECTOR=16 // rows.element_size(), CAST=can_cast(x_TD),
             BLOCK=MOVE_UNITS, SIDE_BLOCK=SIDE_WORDS, CLOCK=exchange.has_clock, JITTER=exchange.jitter, FILL=fill,
-            num_warps=NUM_WARPS,
+            num_warps=CODED_WARPS if is_coded else NUM_WARPS,
         )  # fmt: skip
 
 
@@ -192,7 +209,7 @@ def move_back(
     tag: int,
     sides: Sides = BOTH,
     tokens: tuple[int, int] | None = None,
-    beside: bool = False,
+    beside: Beside = Beside.NOTHING,
     slots_RS: Tensor | None = None,
 ) -> None:
     """Put received rows and side columns back to where they were sent from; add up per token what comes back.
@@ -201,7 +218,7 @@ def move_back(
 
     Args:
         tokens: first and end of the chunk that `routes` are of; None: there is but one.
-        beside: leave most of the device to others.
+        beside: what is to find room on the device.
         slots_RS: int32; `rows` are parts, and row r is the sum of those at its slots (-1: none).
     """
     rows, side_words = words_of(rows_RX) if slots_RS is None else rows_RX, words_of(side_RK)
@@ -212,8 +229,9 @@ def move_back(
     columns = max(min(_power_of_2(width), SUM_COLUMNS), BLOCK if is_coded else 1)
     _check_sizes(exchange, row_words, side_words.shape[1])
     begin, end = tokens or (0, num_tokens)
-    more = BESIDE_TOKENS if beside else 1
+    more = BESIDE_TOKENS if beside == Beside.PRODUCTS else 1
     num_bytes = 4 * row_words * (rows if slots_RS is None else slots_RS).shape[0]
+    most = SUM_PIECE_BYTES if num_slots else PIECE_BYTES
     put = _put_programs(exchange, num_bytes, beside, SUM_CTAS if num_slots else None)
     take = _take_programs(exchange, put, -(-(end - begin) // (SUM_TOKENS * more)), beside)
     put, take = put * sides[0], take * sides[1]
@@ -223,7 +241,7 @@ def move_back(
             out_TD, side_TK,
             exchange.rank, tag, exchange.limit, put, num_tokens, begin, end,
             exchange.layout.returns_at, exchange.layout.return_side_at,
-            **_channel(exchange, RETURNS), **_piece_rows(exchange, 4 * row_words),
+            **_channel(exchange, RETURNS), **_piece_rows(exchange, 4 * row_words, most),
             WORDS=row_words, SIDE_WORDS=side_words.shape[1], SIDE_UNIT=math.gcd(side_words.shape[1], 4),
             WIDTH=width, COLUMNS=columns, CODE_BLOCK=BLOCK if is_coded else 0, CAST=can_cast(out_TD),
             SIDE_WIDTH=side_TK.shape[1], SIDE_COLUMNS=_power_of_2(max(side_TK.shape[1], 1)),
@@ -264,16 +282,17 @@ def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _piece_rows(exchange: Exchange, row_bytes: int) -> dict[str, int]:
+def _piece_rows(exchange: Exchange, row_bytes: int, most: int) -> dict[str, int]:
     """Rows of a piece, at most and at least; alike on every rank."""
-    most, least = exchange.piece_bytes or PIECE_BYTES, exchange.piece_bytes or LEAST_PIECE_BYTES
+    most, least = exchange.piece_bytes or most, exchange.piece_bytes or LEAST_PIECE_BYTES
     return {"PIECE_ROWS": max(most // row_bytes, 1), "LEAST_ROWS": max(least // row_bytes, 1)}
 
 
-def _put_programs(exchange: Exchange, num_bytes: int, beside: bool, most: int | None = None) -> int:
+def _put_programs(exchange: Exchange, num_bytes: int, beside: Beside, most: int | None = None) -> int:
     """Few enough to leave multiprocessors to others."""
     programs = exchange.num_ctas or max(1, min(most or MAX_CTAS, num_bytes // BYTES_PER_CTA))
-    programs = min(programs, beside_programs(exchange.num_ranks)[0]) if beside else programs
+    if beside == Beside.PRODUCTS:
+        programs = min(programs, beside_programs(exchange.num_ranks)[0])
     # Turns go round the other ranks: every program is to come to all of them, or some would have more to do.
     while programs > 1 and math.gcd(programs, exchange.num_ranks - 1) > 1:
         programs -= 1
@@ -281,17 +300,19 @@ def _put_programs(exchange: Exchange, num_bytes: int, beside: bool, most: int | 
 
 
 def beside_programs(num_ranks: int) -> tuple[int, int]:
-    """How many put and how many take beside other work."""
+    """How many put and how many take beside products."""
     return min(BESIDE_PUT * (num_ranks - 1), MAX_BESIDE), min(BESIDE_TAKE * (num_ranks - 1), MAX_BESIDE)
 
 
-def _take_programs(exchange: Exchange, put: int, pieces: int, beside: bool) -> int:
+def _take_programs(exchange: Exchange, put: int, pieces: int, beside: Beside) -> int:
     """They wait most of the time, but what came last is to be taken fast."""
     if not exchange.arena.is_cuda:
         return 3
     processors = num_processors(exchange.arena.device)
     most = max(processors - put, int(LEAST_TAKE_PART * processors))
-    return max(1, min(pieces, beside_programs(exchange.num_ranks)[1] if beside else most))
+    if beside != Beside.NOTHING:
+        most = COPIES_TAKE if beside == Beside.COPIES else beside_programs(exchange.num_ranks)[1]
+    return max(1, min(pieces, most))
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from torch import Tensor
 from comms.beside import Arrival, Tables, Travel, departed, start_dispatch
 from comms.operators import operator, register_fake
 from comms.payload import Payload
-from comms.put_and_take import Received
+from comms.put_and_take import Beside, Received
 from comms.saved_arena import BASE_WORDS
 from comms.symmetric_exchange import COMBINE, COMBINE_GRAD, DISPATCH, DISPATCH_GRAD, SymmetricPlan
 from comms.symmetric_memory import find_exchange
@@ -59,7 +59,7 @@ def depart(through: Through, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, b
     """Send the first chunk now: `exchanged_experts` with the same arguments follows, after something else.
 
     Args:
-        beside: leave most of the device to that, which would otherwise take longer than the rows.
+        beside: leave most of the device to that, which are products.
     """
     plan = through.plan
     tables = plan.index_NT, plan.tokens_NT, plan.routes, plan.totals
@@ -166,7 +166,7 @@ def exchanged_experts_forward(
     for chunk in range(num_chunks):
         coming = None
         if chunk + 1 < num_chunks:
-            coming = travel.there(DISPATCH, chunk + 1, sent, received, payload_there, beside=True, base=base)
+            coming = travel.there(DISPATCH, chunk + 1, sent, received, payload_there, Beside.PRODUCTS, base)
         travel.wait(arrival)
         ours = received.ids_RK, received.weights_RK, totals, chunk, num_rows, first_id, num_experts
         sort_chunk(*ours, pairs, base)
@@ -178,10 +178,11 @@ def exchanged_experts_forward(
         back = no_side[0], y_TD, no_side[1], payload_back
         if chunk + 1 == num_chunks and payload_back == "model" and base is None:
             # Nothing else is left to do: the exchange itself adds up each row's pairs.
-            returned = travel.back(COMBINE, chunk, y_PD, *back, beside=False, slots_RS=pairs.slots_RK)
+            returned = travel.back(COMBINE, chunk, y_PD, *back, Beside.NOTHING, pairs.slots_RK)
         else:
             sum_chunk(y_PD, pairs.slots_RK, totals, chunk, num_rows, out_RD, kept=base)
-            returned = travel.back(COMBINE, chunk, out_RD, *back, beside=chunk + 1 < num_chunks)
+            beside = Beside.PRODUCTS if chunk + 1 < num_chunks else Beside.NOTHING
+            returned = travel.back(COMBINE, chunk, out_RD, *back, beside)
         arrival = coming
     travel.wait(returned)
     return y_TD, *as_results(kept, keeps_hidden)
@@ -255,7 +256,9 @@ def exchanged_experts_backward(
     chunk_pairs = min(num_pairs, num_rows * min(slots_RK.shape[1], w_down_EDF.shape[0]))
     dy_TD = dy_TD.contiguous()
     sent, received = _no_side(dy_TD), _no_side(rows_RD.new_empty(rows_RD.shape))
-    arrival = travel.there(COMBINE_GRAD, 0, sent, received, payload_there, beside=not keeps_hidden)
+    # Beside it rows become pairs, and h is made again.
+    beside = Beside.COPIES if keeps_hidden else Beside.PRODUCTS
+    arrival = travel.there(COMBINE_GRAD, 0, sent, received, payload_there, beside)
 
     rows_PD, dout_PD, dx_PD = (dy_TD.new_empty(num_pairs, dim) for _ in range(3))
     dh_PH, a_PF = dy_TD.new_empty(num_pairs, 2 * hidden), dy_TD.new_empty(num_pairs, hidden)
@@ -272,17 +275,17 @@ def exchanged_experts_backward(
             launch_up(*up, chunk, spare, kept)
         coming = None
         if chunk + 1 < num_chunks:
-            coming = travel.there(COMBINE_GRAD, chunk + 1, sent, received, payload_there, beside=True)
+            coming = travel.there(COMBINE_GRAD, chunk + 1, sent, received, payload_there, Beside.PRODUCTS)
         travel.wait(arrival)
-        beside = spare if num_chunks > 1 else 0
+        left = spare if num_chunks > 1 else 0
         expand_chunks(received.rows_RD, slots_RK, totals, (chunk, chunk), num_rows, dout_PD, kept)
-        launch_rows("act_grad", dout_PD, w_down_EDF, ends_S, a_PF, True, chunk=chunk, spare=beside)
+        launch_rows("act_grad", dout_PD, w_down_EDF, ends_S, a_PF, True, chunk=chunk, spare=left)
         act = a_PF, h_PH, weights_P, ends_S, dh_PH, dots_P, activation, w_down_EDF.shape[0]
         launch_act_grad(*act, chunk=chunk, num_pairs=chunk_pairs, kept=kept, keeps_hidden=keeps_hidden)
-        launch_rows("up_grad", dh_PH, w_gate_up_E2FD.flatten(1, 2), ends_S, dx_PD, True, chunk=chunk, spare=beside)
+        launch_rows("up_grad", dh_PH, w_gate_up_E2FD.flatten(1, 2), ends_S, dx_PD, True, chunk=chunk, spare=left)
         sum_chunk(dx_PD, slots_RK, totals, chunk, num_rows, d_rows_RD, dots_P, d_weights_RK, kept)
         back = d_rows_RD, d_weights_RK, d_x_TD, d_weights_TK
-        returned = travel.back(DISPATCH_GRAD, chunk, *back, payload_back, beside=True)
+        returned = travel.back(DISPATCH_GRAD, chunk, *back, payload_back, Beside.PRODUCTS)
         arrival = coming
 
     # All that is read of it has been launched.

@@ -15,7 +15,7 @@ behind the other at the receiver, and only the source is gathered.
 
 # Kernels are written in Triton's language, which has no types.
 # pyright: basic, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 
 import triton
 import triton.language as tl
