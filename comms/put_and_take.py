@@ -35,7 +35,7 @@ PIECE_BYTES, LEAST_PIECE_BYTES = 2**18, 2**16
 PART_BYTES = 2**15
 # Rows that are coded: bytes of a piece, parts that a program takes at once, since it loads ahead within them, the most
 # programs that put, and warps of each: coding is work.
-CODED_PIECE_BYTES, CODED_PARTS, CODED_CTAS, CODED_WARPS = 2**18, 2, 48, 16
+CODED_PIECE_BYTES, CODED_PARTS, CODED_CTAS, CODED_WARPS = 2**17, 2, 64, 32
 # 16-byte words that a program moves at a time, numbers that it codes on the way, and words of side columns.
 MOVE_UNITS, CODED_NUMBERS, SIDE_WORDS = 4096, 16384, 1024
 # Tokens that a program waits for and adds up, numbers that it adds up at a time, and the widest part of a row in them.
@@ -44,11 +44,11 @@ SUM_TOKENS, SUM_NUMBERS, SUM_COLUMNS = 8, 8192, 2048
 BYTES_PER_CTA, MAX_CTAS = 2**16, 32
 # Rows that are yet to be added up: bytes of a piece, for the first of which others wait, and the most programs that
 # put.
-SUM_PIECE_BYTES, SUM_CTAS = 2**17, 48
+SUM_PIECE_BYTES, SUM_CTAS = 2**16, 48
 # Programs that take: one for each multiprocessor without a put, but no fewer than this part of all.
 LEAST_TAKE_PART = 0.5
 # Programs that take beside passes over rows.
-COPIES_TAKE = 32
+COPIES_TAKE = 48
 # Programs of an exchange that travels beside products, which leave as many multiprocessors to it for all of their
 # time: put and take, for each other rank, and the most of each. It need not be fast, but be over when they are.
 BESIDE_PUT, BESIDE_TAKE, MAX_BESIDE = 6, 10, 12
