@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from comms.operators import operator
-from comms.payload import encode
 from comms.put_and_take import Beside, Received, beside_programs, chunk_bound, chunk_ends, move_back, move_there
 from comms.symmetric_exchange import DISPATCH, tag_of
 from comms.symmetric_memory import Exchange, find_exchange
@@ -49,8 +48,6 @@ class Travel:
         self.routes = tables.routes.unbind(0)
         num_tokens = tables.index_NT.shape[1]
         self.ends = chunk_ends(num_tokens, self.num_chunks)
-        # Records that are on their way.
-        self.kept: list[Tensor] = []
 
     @property
     def num_chunks(self) -> int:
@@ -90,16 +87,14 @@ class Travel:
 
     def back(
         self, step: int, chunk: int, rows_RD: Tensor, side_RK: Tensor, out_TD: Tensor, side_TK: Tensor, payload: str,
-        beside: Beside, slots_RS: Tensor | None = None,
+        beside: Beside, slots_RS: Tensor | None = None, base: Tensor | None = None,
     ) -> Arrival:  # fmt: skip
         """Send back what became of a chunk's rows; `out` and `side` get the sums of its tokens.
 
         Args:
-            slots_RS: `rows` are parts, and a row is the sum of those at its slots: where nothing is coded.
+            slots_RS: `rows` are parts, and a row is the sum of those at its slots.
+            base: where slots begin (comms/saved_arena.py).
         """
-        assert slots_RS is None or payload == "model"
-        records = encode(rows_RD, payload)
-        self.kept.append(records)
         tokens = self.ends[chunk - 1] if chunk else 0, self.ends[chunk]
         tables = self.tables.index_NT, self.routes[chunk]
         tag = tag_of(self.layer, step)
@@ -107,15 +102,17 @@ class Travel:
             partial(
                 move_back,
                 self.exchange,
-                records,
+                rows_RD,
                 side_RK,
                 *tables,
                 out_TD,
                 side_TK,
                 tag,
+                payload,
                 tokens=tokens,
                 beside=beside,
                 slots_RS=slots_RS,
+                base=base,
             )
         )
 

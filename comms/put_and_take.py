@@ -200,54 +200,67 @@ def move_there(
 
 def move_back(
     exchange: Exchange,
-    rows_RX: Tensor,
+    rows_RD: Tensor,
     side_RK: Tensor,
     index_NT: Tensor,
     routes: Tensor,
     out_TD: Tensor,
     side_TK: Tensor,
     tag: int,
+    payload: str = "model",
     sides: Sides = BOTH,
     tokens: tuple[int, int] | None = None,
     beside: Beside = Beside.NOTHING,
     slots_RS: Tensor | None = None,
+    base: Tensor | None = None,
 ) -> None:
     """Put received rows and side columns back to where they were sent from; add up per token what comes back.
 
-    Rows are as those of `out`, or records of them (uint8).
+    Every row, this rank's own included, has been coded as the payload says and decoded.
 
     Args:
         tokens: first and end of the chunk that `routes` are of; None: there is but one.
         beside: what is to find room on the device.
         slots_RS: int32; `rows` are parts, and row r is the sum of those at its slots (-1: none).
+        base: int64; number of the first row of `slots`, which may be beyond its shape. None: 0.
     """
-    rows, side_words = words_of(rows_RX) if slots_RS is None else rows_RX, words_of(side_RK)
-    (num_tokens, width), num_slots = out_TD.shape, 0 if slots_RS is None else slots_RS.shape[1]
-    row_words = rows_RX.shape[1] * rows_RX.element_size() // 4
-    is_coded = rows_RX.dtype == torch.uint8
+    is_coded, num_slots = payload != "model", 0 if slots_RS is None else slots_RS.shape[1]
+    (num_tokens, width), side_words = out_TD.shape, words_of(side_RK)
+    row_words = (record_bytes(width, BLOCK) if is_coded else width * out_TD.element_size()) // 4
+    if slots_RS is not None:
+        rows, num_rows = rows_RD, slots_RS.shape[0]
+    else:
+        rows, num_rows = word_view(rows_RD.contiguous()) if is_coded else words_of(rows_RD), rows_RD.shape[0]
     # Whole blocks that share a scale.
     columns = max(min(_power_of_2(width), SUM_COLUMNS), BLOCK if is_coded else 1)
     _check_sizes(exchange, row_words, side_words.shape[1])
     begin, end = tokens or (0, num_tokens)
     more = BESIDE_TOKENS if beside == Beside.PRODUCTS else 1
-    num_bytes = 4 * row_words * (rows if slots_RS is None else slots_RS).shape[0]
-    most = SUM_PIECE_BYTES if num_slots else PIECE_BYTES
-    put = _put_programs(exchange, num_bytes, beside, SUM_CTAS if num_slots else None)
+    most = (
+        (SUM_PIECE_BYTES, SUM_CTAS)
+        if num_slots
+        else (CODED_PIECE_BYTES, CODED_CTAS)
+        if is_coded
+        else (PIECE_BYTES, None)
+    )
+    put = _put_programs(exchange, 4 * row_words * num_rows, beside, most[1])
     take = _take_programs(exchange, put, -(-(end - begin) // (SUM_TOKENS * more)), beside)
     put, take = put * sides[0], take * sides[1]
     with _on(exchange):
         combine_kernel[(put + take,)](
-            exchange.pointers, exchange.errors, exchange.state, rows, slots_RS, side_words, index_NT, routes,
+            exchange.pointers, exchange.errors, exchange.state, rows, slots_RS, base, side_words, index_NT, routes,
             out_TD, side_TK,
             exchange.rank, tag, exchange.limit, put, num_tokens, begin, end,
             exchange.layout.returns_at, exchange.layout.return_side_at,
-            **_channel(exchange, RETURNS), **_piece_rows(exchange, 4 * row_words, most),
+            **_channel(exchange, RETURNS), **_piece_rows(exchange, 4 * row_words, most[0]),
             WORDS=row_words, SIDE_WORDS=side_words.shape[1], SIDE_UNIT=math.gcd(side_words.shape[1], 4),
-            WIDTH=width, COLUMNS=columns, CODE_BLOCK=BLOCK if is_coded else 0, CAST=can_cast(out_TD),
+            WIDTH=width, COLUMNS=columns, CODE_BLOCK=BLOCK if is_coded else 0, NUMBERS=CODED_NUMBERS,
+            VECTOR=16 // out_TD.element_size(), CAST=can_cast(out_TD),
             SIDE_WIDTH=side_TK.shape[1], SIDE_COLUMNS=_power_of_2(max(side_TK.shape[1], 1)),
             TOKENS=SUM_TOKENS * more, TILE=max(min(SUM_NUMBERS * min(more, 2) // columns, SUM_TOKENS), 1),
             BLOCK=MOVE_UNITS,
-            CLOCK=exchange.has_clock, JITTER=exchange.jitter, SLOTS=num_slots, num_warps=NUM_WARPS,
+            CLOCK=exchange.has_clock, JITTER=exchange.jitter, SLOTS=num_slots,
+            num_warps=CODED_WARPS if is_coded else NUM_WARPS,
         )  # fmt: skip
 
 

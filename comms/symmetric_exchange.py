@@ -8,12 +8,12 @@ same bits; behind them rows are undefined, weights 0 and ids -1. The gradient th
     dispatch   put rows at their places, take what comes   -> rows_RD, weights_RK, ids_RK
     combine    put rows back, add up per token             -> out_TD
 
-Dispatch and combine are one launch each, in which rows are taken while others still arrive. Dispatch codes rows as
-it puts them and decodes them as it takes them out of the arena; this rank's own go straight to their place. Combine
-sends records that were made before, and adds up what lies in the arena.
+Dispatch and combine are one launch each, in which rows are taken while others still arrive. Both code rows as they put
+them. Dispatch decodes them as it takes them out of the arena, and this rank's own go straight to their place; combine
+adds up what lies in the arena.
 
 Shape suffixes: T tokens of this rank, N ranks, C chunks of tokens (one, but for comms/beside.py), R room for received
-rows, D row width, X row width or bytes of a record, K side columns.
+rows, D row width, K side columns.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from comms.operators import operator, register_fake
-from comms.payload import Payload, encode
+from comms.payload import Payload
 from comms.put_and_take import Received, exchange_counts, move_back, move_there, order_rows
 from comms.symmetric_memory import Exchange, find_exchange
 
@@ -104,7 +104,7 @@ class SymmetricPlan(DevicePlan):
         state, name, tag = self.exchange.state, self.exchange.name, tag_of(self.layer, step)
         tables = self.index_NT, self.routes
         out_TD = rows_RD.new_empty(self.num_tokens, rows_RD.shape[1])
-        side_TK = symmetric_combine(state, out_TD, encode(rows_RD, payload), side_RK, *tables, name, tag)
+        side_TK = symmetric_combine(state, out_TD, rows_RD, side_RK, *tables, name, tag, payload)
         return out_TD, side_TK
 
 
@@ -273,19 +273,17 @@ def _(
 def symmetric_combine(
     state: Tensor,
     out_TD: Tensor,
-    rows_RX: Tensor,
+    rows_RD: Tensor,
     side_RK: Tensor,
     index_NT: Tensor,
     routes: Tensor,
     name: str,
     tag: int,
+    payload: str,
 ) -> Tensor:
-    """Write into `out` the sum of the rows that come back for each token; returns that of side columns, (T, K).
-
-    Rows have the width and dtype of `out`, or are records of it in uint8.
-    """
+    """Write into `out` the sum of the rows that come back for each token; returns that of side columns, (T, K)."""
     side_TK = side_RK.new_empty(out_TD.shape[0], side_RK.shape[1])
-    move_back(find_exchange(name), rows_RX, side_RK, index_NT, routes, out_TD, side_TK, tag)
+    move_back(find_exchange(name), rows_RD, side_RK, index_NT, routes, out_TD, side_TK, tag, payload)
     return side_TK
 
 
@@ -293,11 +291,12 @@ def symmetric_combine(
 def _(
     state: Tensor,
     out_TD: Tensor,
-    rows_RX: Tensor,
+    rows_RD: Tensor,
     side_RK: Tensor,
     index_NT: Tensor,
     routes: Tensor,
     name: str,
     tag: int,
+    payload: str,
 ) -> Tensor:
     return side_RK.new_empty(out_TD.shape[0], side_RK.shape[1])

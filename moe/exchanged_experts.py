@@ -176,13 +176,12 @@ def exchanged_experts_forward(
         )  # fmt: skip
         launch_rows("down", a_PF, w_down_EDF, pairs.ends_S, y_PD, False, chunk=chunk, spare=spare)
         back = no_side[0], y_TD, no_side[1], payload_back
-        if chunk + 1 == num_chunks and payload_back == "model" and base is None:
+        if chunk + 1 == num_chunks:
             # Nothing else is left to do: the exchange itself adds up each row's pairs.
-            returned = travel.back(COMBINE, chunk, y_PD, *back, Beside.NOTHING, pairs.slots_RK)
+            returned = travel.back(COMBINE, chunk, y_PD, *back, Beside.NOTHING, pairs.slots_RK, base)
         else:
             sum_chunk(y_PD, pairs.slots_RK, totals, chunk, num_rows, out_RD, kept=base)
-            beside = Beside.PRODUCTS if chunk + 1 < num_chunks else Beside.NOTHING
-            returned = travel.back(COMBINE, chunk, out_RD, *back, beside)
+            returned = travel.back(COMBINE, chunk, out_RD, *back, Beside.PRODUCTS)
         arrival = coming
     travel.wait(returned)
     return y_TD, *as_results(kept, keeps_hidden)

@@ -33,6 +33,7 @@ from comms.kernels.pieces import (
     move_coded,
     num_turns,
     parts_per_piece,
+    recode,
     records_at,
     route_of,
     rows_per_piece,
@@ -85,7 +86,7 @@ def dispatch_kernel(
             if CODE_BLOCK > 0:
                 move_coded(
                     rows, out_rows + place * WIDTH, own_tokens + begin, num_rows,
-                    WIDTH, 4 * WORDS, CODE_BLOCK, NUMBERS, True, True, VECTOR, CAST,
+                    WIDTH, 4 * WORDS, CODE_BLOCK, NUMBERS, True, True, True, VECTOR, CAST,
                 )  # fmt: skip
             else:
                 move(rows, out_rows + place * WORDS, own_tokens + begin, num_rows, WORDS, 4, BLOCK, True)
@@ -139,7 +140,7 @@ def _put_there(
             if CODE_BLOCK > 0:
                 move_coded(
                     rows, records_at(base + rows_at) + place * (4 * WORDS), ours, num_rows,
-                    WIDTH, 4 * WORDS, CODE_BLOCK, NUMBERS, True, False, VECTOR, CAST,
+                    WIDTH, 4 * WORDS, CODE_BLOCK, NUMBERS, True, True, False, VECTOR, CAST,
                 )  # fmt: skip
             else:
                 move(rows, words_at(base + rows_at) + place * WORDS, ours, num_rows, WORDS, 4, BLOCK, True)
@@ -214,7 +215,7 @@ def _take_there(
             if CODE_BLOCK > 0:
                 move_coded(
                     records_at(base + rows_at) + place * (4 * WORDS), out_rows + place * WIDTH, routes, num_rows,
-                    WIDTH, 4 * WORDS, CODE_BLOCK, NUMBERS, False, True, VECTOR, CAST,
+                    WIDTH, 4 * WORDS, CODE_BLOCK, NUMBERS, False, False, True, VECTOR, CAST,
                 )  # fmt: skip
             else:
                 source = words_at(base + rows_at) + place * WORDS
@@ -234,13 +235,14 @@ def _take_there(
 
 @triton.jit(do_not_specialize=["me", "tag", "limit", "num_put", "num_tokens", "begin", "end", "rows_at", "side_at"])
 def combine_kernel(
-    pointers, errors, state, rows, slots, side, index, routes, out, out_side,
+    pointers, errors, state, rows, slots, slots_base, side, index, routes, out, out_side,
     me, tag, limit, num_put, num_tokens, begin, end, rows_at, side_at,
     FLAGS_AT: tl.constexpr, FAILED_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr,
     PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr,
     WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_UNIT: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SIDE_WIDTH: tl.constexpr, SIDE_COLUMNS: tl.constexpr,
-    CODE_BLOCK: tl.constexpr, CAST: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    CODE_BLOCK: tl.constexpr, NUMBERS: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     CLOCK: tl.constexpr, JITTER: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """out[t] = the sum of what comes back for token t, by ascending rank; this rank's own part is read from `rows`.
@@ -248,7 +250,11 @@ def combine_kernel(
     Of the tokens from `begin` to before `end`, which are those of the chunk that routes are of.
 
     SLOTS > 0: `rows` are parts of rows (comms/kernels/parts.py), added up as rows are put or taken.
+    slots_base: number of the first row of `slots`; None: 0.
+    CODE_BLOCK > 0: rows travel as records, encoded as they are put and decoded as they are added up; own rows are both.
     """
+    if slots_base is not None:
+        slots += tl.load(slots_base) * SLOTS
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch = epoch_of(pointers, me, FLAGS_AT)
     if program < num_put:
@@ -257,6 +263,7 @@ def combine_kernel(
                 pointers, errors, rows, slots, side, routes, program, num_put, epoch, me, tag, limit, rows_at, side_at,
                 FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, LEAST_ROWS,
                 WORDS, SIDE_WORDS, SIDE_UNIT, BLOCK, CLOCK, JITTER, WIDTH, COLUMNS, SLOTS, TILE,
+                CODE_BLOCK, NUMBERS, VECTOR, CAST,
             )  # fmt: skip
     else:
         taker, takers = program - num_put, num_programs - num_put
@@ -294,6 +301,7 @@ def _put_back(
     WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_UNIT: tl.constexpr,
     BLOCK: tl.constexpr, CLOCK: tl.constexpr, JITTER: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
+    CODE_BLOCK: tl.constexpr, NUMBERS: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """This program's turns: each received row (or what became of it) to its place among those that its sender sent."""
     turns = num_turns(routes, me, False, NUM_RANKS, PIECE_ROWS, LEAST_ROWS, PIECES, 0)
@@ -311,7 +319,15 @@ def _put_back(
             place = (route_of(routes, rank, me, 2, NUM_RANKS) + begin).to(tl.int64)
             base = tl.load(pointers + rank)
             if SLOTS > 0:
-                put_sums(rows, slots, row, base + rows_at + place * (4 * WORDS), num_rows, WIDTH, COLUMNS, SLOTS, TILE)
+                put_sums(
+                    rows, slots, row, base + rows_at + place * (4 * WORDS), num_rows,
+                    WIDTH, COLUMNS, SLOTS, TILE, 4 * WORDS, CODE_BLOCK, CAST,
+                )  # fmt: skip
+            elif CODE_BLOCK > 0:
+                move_coded(
+                    rows + row * WIDTH, records_at(base + rows_at) + place * (4 * WORDS), routes, num_rows,
+                    WIDTH, 4 * WORDS, CODE_BLOCK, NUMBERS, False, True, False, VECTOR, CAST,
+                )  # fmt: skip
             else:
                 target = words_at(base + rows_at) + place * WORDS
                 move(rows + row * WORDS, target, routes, num_rows, WORDS, 4, BLOCK, False)
@@ -361,29 +377,36 @@ def _sum(
     for start in tl.static_range(0, WIDTH, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
         total = tl.zeros([TILE, COLUMNS], dtype=WIDE)
-        if SLOTS > 0:
+        if (SLOTS > 0) | (CODE_BLOCK > 0):
+            # As what the others send: rounded, and coded.
             nth = _nth_row(index, routes, me, me, token, num_tokens, end, NUM_RANKS)
             row = (route_of(routes, me, me, 1, NUM_RANKS) + nth).to(tl.int64)
-            # Rounded like what the others send.
-            own = sum_parts(rows, slots, row, nth >= 0, column, WIDTH, SLOTS).to(out.dtype.element_ty).to(WIDE)
+            if SLOTS > 0:
+                own = sum_parts(rows, slots, row, nth >= 0, column, WIDTH, SLOTS).to(out.dtype.element_ty)
+            else:
+                own = tl.load(
+                    rows + (row[:, None] * WIDTH + column), mask=(nth >= 0)[:, None] & (column < WIDTH), other=0
+                )
+            if CODE_BLOCK > 0:
+                own = recode(own, out, COLUMNS, CODE_BLOCK, TILE, CAST)
+            own = own.to(WIDE)
         for rank in tl.static_range(NUM_RANKS):
             nth = _nth_row(index, routes, me, rank, token, num_tokens, end, NUM_RANKS)
             begin = tl.load(routes + tl.where(rank == me, 1, 2) * NUM_RANKS * NUM_RANKS + me * NUM_RANKS + rank)
-            base = tl.where(rank == me, rows.to(tl.int64), arena)
             row = (begin + nth).to(tl.int64)[:, None]
-            mask = (nth >= 0)[:, None] & (column < WIDTH)
-            if SLOTS > 0:
-                numbers = tl.multiple_of(arena.to(out.dtype), 16)
-                theirs = tl.load(numbers + (row * WIDTH + column), mask=mask & (rank != me), other=0.0).to(WIDE)
-                total += tl.where(rank == me, own, theirs)
-            elif CODE_BLOCK == 0:
+            if (SLOTS == 0) & (CODE_BLOCK == 0):
                 # Rows stand one behind the other.
-                numbers = tl.multiple_of(base.to(out.dtype), 16)
+                numbers = tl.multiple_of(tl.where(rank == me, rows.to(tl.int64), arena).to(out.dtype), 16)
+                mask = (nth >= 0)[:, None] & (column < WIDTH)
                 total += tl.load(numbers + (row * WIDTH + column), mask=mask, other=0.0).to(WIDE)
             else:
-                records = records_at(base) + row * ROW_BYTES
-                total += load_coded(
-                    records, start, column, (nth >= 0)[:, None], out, WIDTH, COLUMNS, CODE_BLOCK, TILE, CAST
-                )
+                comes = ((nth >= 0) & (rank != me))[:, None]
+                if CODE_BLOCK > 0:
+                    records = records_at(arena) + row * ROW_BYTES
+                    theirs = load_coded(records, start, column, comes, out, WIDTH, COLUMNS, CODE_BLOCK, TILE, CAST)
+                else:
+                    numbers = tl.multiple_of(arena.to(out.dtype), 16)
+                    theirs = tl.load(numbers + (row * WIDTH + column), mask=comes & (column < WIDTH), other=0.0)
+                total += tl.where(rank == me, own, theirs.to(WIDE))
         place = token.to(tl.int64)[:, None] * WIDTH + column
         tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < end)[:, None] & (column < WIDTH))

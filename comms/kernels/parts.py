@@ -13,6 +13,8 @@ Worked example: parts [[1], [2], [4]] and slots [[2, 0], [-1, 1]] are the rows [
 import triton
 import triton.language as tl
 
+from comms.kernels.pieces import code_numbers, records_at
+
 
 @triton.jit
 def sum_parts(parts, slots, row, valid, column, WIDTH: tl.constexpr, SLOTS: tl.constexpr):
@@ -29,15 +31,23 @@ def sum_parts(parts, slots, row, valid, column, WIDTH: tl.constexpr, SLOTS: tl.c
 def put_sums(
     parts, slots, first, address, num_rows,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
+    RECORD: tl.constexpr, CODE_BLOCK: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """Rows from `first` on to an address of rows, TILE of them at a time."""
-    target = tl.multiple_of(address.to(parts.dtype), 16)
+    """Rows from `first` on to an address of rows, or of records (CODE_BLOCK > 0), TILE of them at a time."""
     for start in range(0, num_rows, TILE):
         nth = (start + tl.arange(0, TILE)).to(tl.int64)
         for begin in tl.static_range(0, WIDTH, COLUMNS):
             column = (begin + tl.arange(0, COLUMNS))[None, :]
+            mask = (nth < num_rows)[:, None] & (column < WIDTH)
             total = sum_parts(parts, slots, first + nth, nth < num_rows, column, WIDTH, SLOTS)
-            place = nth[:, None] * WIDTH + column
-            tl.store(
-                target + place, total.to(parts.dtype.element_ty), mask=(nth < num_rows)[:, None] & (column < WIDTH)
-            )
+            total = total.to(parts.dtype.element_ty)
+            if CODE_BLOCK == 0:
+                target = tl.multiple_of(address.to(parts.dtype), 16)
+                tl.store(target + (nth[:, None] * WIDTH + column), total, mask=mask)
+            else:
+                records = records_at(address) + (nth * RECORD)[:, None]
+                code, scale = code_numbers(total, COLUMNS, CODE_BLOCK, TILE, CAST)
+                tl.store(records + column, tl.reshape(code, [TILE, COLUMNS]), mask=mask)
+                block = (begin // CODE_BLOCK + tl.arange(0, COLUMNS // CODE_BLOCK))[None, :]
+                mask = (nth < num_rows)[:, None] & (block * CODE_BLOCK < WIDTH)
+                tl.store(records + WIDTH + block, scale.to(tl.uint8), mask=mask)

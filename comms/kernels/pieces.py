@@ -112,9 +112,9 @@ def move(
 def move_coded(
     source, target, tokens, num_rows,
     WIDTH: tl.constexpr, RECORD: tl.constexpr, CODE_BLOCK: tl.constexpr, NUMBERS: tl.constexpr,
-    ENCODES: tl.constexpr, DECODES: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
+    GATHER: tl.constexpr, ENCODES: tl.constexpr, DECODES: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """Rows of `tokens` (ENCODES), or records one behind the other, to rows (DECODES) or records, by scaled blocks.
+    """Rows (ENCODES) or records, one behind the other or (GATHER) those of `tokens`, to rows (DECODES) or records.
 
     What is encoded and decoded again is what it would be beyond the wire. Nobody reads the end of a record.
 
@@ -126,15 +126,15 @@ def move_coded(
     # A thread reads and writes the same elements: no exchange between threads stands in between.
     element = tl.max_contiguous(tl.arange(0, CODE_BLOCK), VECTOR)[None, :]
     end, nth_block = num_rows * PER_ROW, tl.arange(0, STEP)
-    row = _row_of(tokens, nth_block, end, PER_ROW, ENCODES)
+    row = _row_of(tokens, nth_block, end, PER_ROW, GATHER)
     loaded, scales = _load_blocks(source, row, nth_block, end, element, WIDTH, RECORD, CODE_BLOCK, ENCODES)
-    row = _row_of(tokens, STEP + nth_block, end, PER_ROW, ENCODES)
+    row = _row_of(tokens, STEP + nth_block, end, PER_ROW, GATHER)
     for start in range(0, end, STEP):
         block = start + nth_block
         later, later_scales = _load_blocks(
             source, row, block + STEP, end, element, WIDTH, RECORD, CODE_BLOCK, ENCODES
         )  # fmt: skip
-        row = _row_of(tokens, block + 2 * STEP, end, PER_ROW, ENCODES)
+        row = _row_of(tokens, block + 2 * STEP, end, PER_ROW, GATHER)
         inside = block < end
         nth, of_row = (block // PER_ROW).to(tl.int64), block % PER_ROW
         column = (of_row * CODE_BLOCK)[:, None] + element
@@ -195,12 +195,38 @@ def load_coded(
     first = start + (tl.arange(0, BLOCKS) * CODE_BLOCK)[None, :]
     code = tl.load(records + column, mask=goes & (column < WIDTH), other=0)
     scale = tl.load(records + (WIDTH + first // CODE_BLOCK), mask=goes & (first < WIDTH), other=0)
-    code, scale = tl.reshape(code, [TILE, BLOCKS, CODE_BLOCK]), scale[:, :, None]
+    return _numbers_of(tl.reshape(code, [TILE, BLOCKS, CODE_BLOCK]), scale, like, TILE, COLUMNS, CAST)
+
+
+@triton.jit
+def recode(numbers, like, COLUMNS: tl.constexpr, CODE_BLOCK: tl.constexpr, TILE: tl.constexpr, CAST: tl.constexpr):
+    """(TILE, COLUMNS) numbers of a row as fp32, as they would be beyond the wire."""
+    code, scale = code_numbers(numbers, COLUMNS, CODE_BLOCK, TILE, CAST)
+    return _numbers_of(code, scale, like, TILE, COLUMNS, CAST)
+
+
+@triton.jit
+def code_numbers(numbers, COLUMNS: tl.constexpr, CODE_BLOCK: tl.constexpr, TILE: tl.constexpr, CAST: tl.constexpr):
+    """(TILE, COLUMNS) numbers, as bf16, fp32 or their bits: codes by blocks, and each block's scale."""
+    if numbers.dtype == tl.bfloat16:
+        words = numbers.to(tl.int16, bitcast=True)
+    elif numbers.dtype == tl.float32:
+        words = numbers.to(tl.int32, bitcast=True)
+    else:
+        words = numbers
+    words = tl.reshape(words, [TILE, COLUMNS // CODE_BLOCK, CODE_BLOCK])
+    scale = scale_byte(tl.max(absolute(words), axis=2), words.dtype)
+    return encode(words, scale[:, :, None], CAST), scale
+
+
+@triton.jit
+def _numbers_of(code, scale, like, TILE: tl.constexpr, COLUMNS: tl.constexpr, CAST: tl.constexpr):
+    """(TILE, COLUMNS) fp32 numbers of codes by blocks."""
     if like.dtype.element_ty == tl.bfloat16:
         # What unpacking into bf16 gives, and the sum starts from that.
-        bits = decode(code, scale, tl.int16, CAST).to(tl.int32) << 16
+        bits = decode(code, scale[:, :, None], tl.int16, CAST).to(tl.int32) << 16
     else:
-        bits = decode(code, scale, tl.int32, CAST)
+        bits = decode(code, scale[:, :, None], tl.int32, CAST)
     return tl.reshape(bits, [TILE, COLUMNS]).to(tl.float32, bitcast=True)
 
 

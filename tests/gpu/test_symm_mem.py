@@ -136,7 +136,7 @@ def a_thousand_rounds_with_delays(device: torch.device) -> None:
         one = chooser.choice(lingering)
         for sides in in_turn(chooser):
             delay(chooser)
-            move_back(one, *back, tag_of(number, COMBINE), sides)
+            move_back(one, *back, tag_of(number, COMBINE), "model", sides)
         wrong += (sums != round_trip(None, given)[0]).sum()
     exchange.check()
     assert int(wrong) == 0
@@ -180,9 +180,9 @@ def compiled_chain_of_two_dispatches(device: torch.device) -> None:
         is_row = (torch.arange(bound, device=x.device) < totals[0])[:, None]
         both = torch.where(is_row, rows + again, 0)
         out, second = torch.empty_like(x), torch.empty_like(x)
-        ops.symmetric_combine(state, out, both, rows[:, :0], index, routes, name, tag_of(0, COMBINE))
+        ops.symmetric_combine(state, out, both, rows[:, :0], index, routes, name, tag_of(0, COMBINE), "model")
         out = out * 2
-        ops.symmetric_combine(state, second, both, rows[:, :0], index, routes, name, tag_of(0, COMBINE))
+        ops.symmetric_combine(state, second, both, rows[:, :0], index, routes, name, tag_of(0, COMBINE), "model")
         return out + second, rows
 
     given_to = exchange.state, given.x_TD, given.weights_TK, given.ids_TK
