@@ -18,6 +18,9 @@ computes for the ranks after it first and for itself last. Neither shows in resu
 parts are rounded to the dtype of x, then summed in fp32 in ascending rank order and rounded once. Few rows take the
 plain path: a collective and then the product, or the other way round; forward's gathered rows are then kept.
 
+Weights may multiply in low precision (comms/products.py). Rows that all weights want coded travel coded, which is what
+would have been made of them after the gather, in half of the bytes or less; the rest travels as it is.
+
 Shapes: O whatever comes before the split dim, R rows of one rank's shard, C = N * R rows of all ranks, X and Y widths.
 """
 
@@ -30,11 +33,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_group_size_by_name, _resolve_process_group  # pyright: ignore
-from torch.nn import functional as F
 
 from comms.collectives import gather_dim, reduce_scatter
 from comms.operators import operator, register_fake
 from comms.peer_buffers import buffers_of
+from comms.products import AS_THEY_ARE, Product, find_product
 from comms.shard_transport import Inbox, Messages, Transport
 
 # Rows of all ranks together (times what comes before the split dim) from which GPUs overlap; with fewer, the launches
@@ -43,7 +46,12 @@ FUSED_ROWS = 4096
 
 
 def all_gather_matmul(
-    x: Tensor, weights: Sequence[Tensor], dim: int, group_name: str, min_rows: int | None = None
+    x: Tensor,
+    weights: Sequence[Tensor],
+    dim: int,
+    group_name: str,
+    min_rows: int | None = None,
+    products: Sequence[str] | None = None,
 ) -> tuple[Tensor, ...]:
     """Gather `x` over the ranks along `dim`, and multiply: (..., rows, ..., X) and (Y, X) -> (..., N * rows, ..., Y).
 
@@ -51,20 +59,23 @@ def all_gather_matmul(
         weights: one or more, in nn.Linear's orientation; they share the gather.
         dim: the dim that is split over the ranks. The last one is not overlapped.
         min_rows: rows of all ranks from which transfers overlap; None: FUSED_ROWS on GPUs, any number on CPUs.
+        products: names of how each weight multiplies (comms/products.py); None: all in the dtype of x.
     """
     dim, size = dim % x.dim(), _size(group_name)
+    products = [AS_THEY_ARE] * len(weights) if products is None else list(products)
     if dim == x.dim() - 1 or size * _num_rows(x) < _threshold(x, min_rows):
         whole = gather_dim(x, dim, group_name)
-        return tuple(F.linear(whole, weight) for weight in weights)
+        pairs = zip(products, weights, strict=True)
+        return tuple(find_product(product).linear(whole, weight) for product, weight in pairs)
     rows, shape = _as_rows(x, dim), list(x.shape)
     shape[dim] *= size
-    found = _GatherMatmul.apply(rows, group_name, *weights)  # pyright: ignore
+    found = _GatherMatmul.apply(rows, group_name, _joined(products), *weights)  # pyright: ignore
     return tuple(y.reshape(*shape[:-1], y.shape[-1]) for y in cast(tuple[Tensor, ...], found))
 
 
 def matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, dim: int, group_name: str, min_rows: int | None = None
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, dim: int, group_name: str, min_rows: int | None = None, product: str = AS_THEY_ARE
+) -> Tensor:
     """Sum x @ weight.T over the ranks, each keeping its part of `dim`: (..., N * rows, ..., X) -> (..., rows, ..., Y).
 
     Raises:
@@ -75,9 +86,9 @@ def matmul_reduce_scatter(
     if dim != x.dim() - 1 and shape[dim] % size:
         raise ValueError(f"dim {dim} of {tuple(shape)} cannot be scattered over {size} ranks: it does not divide")
     if dim == x.dim() - 1 or _num_rows(x) < _threshold(x, min_rows):
-        return reduce_scatter(F.linear(x, weight), dim, group_name)
+        return reduce_scatter(find_product(product).linear(x, weight), dim, group_name)
     shape[dim] //= size
-    found = _MatmulScatter.apply(_as_rows(x, dim), weight, group_name)  # pyright: ignore
+    found = _MatmulScatter.apply(_as_rows(x, dim), weight, group_name, product)  # pyright: ignore
     return cast(Tensor, found).reshape(*shape[:-1], weight.shape[0])
 
 
@@ -104,47 +115,71 @@ def _threshold(x: Tensor, min_rows: int | None) -> int:
     return FUSED_ROWS if x.is_cuda else 0
 
 
+# Operators take no lists of names.
+_BETWEEN = ";"
+
+
+def _joined(products: Sequence[str]) -> str:
+    assert not any(_BETWEEN in product for product in products), products
+    return _BETWEEN.join(products)
+
+
+def _divided(products: str) -> list[Product]:
+    return [find_product(name) for name in products.split(_BETWEEN)]
+
+
 class _GatherMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ORX: Tensor, group_name: str, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x_ORX: Tensor, group_name: str, products: str, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_ORX, *weights)
-        ctx.group_name = group_name
-        return tuple(gather_matmul(x_ORX, list(weights), group_name))
+        ctx.group_name, ctx.products = group_name, products
+        return tuple(gather_matmul(x_ORX, list(weights), group_name, products))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_ORX, *weights = ctx.saved_tensors
-        needs_x, _, *needs_weights = ctx.needs_input_grad
-        found = gather_matmul_backward(list(grads), x_ORX, weights, ctx.group_name, needs_x, needs_weights)
+        needs_x, _, _, *needs_weights = ctx.needs_input_grad
+        names = ctx.group_name, ctx.products
+        found = gather_matmul_backward(list(grads), x_ORX, weights, *names, needs_x, needs_weights)
         dx, *dws = (grad if needed else None for grad, needed in zip(found, (needs_x, *needs_weights), strict=True))
-        return dx, None, *dws
+        return dx, None, None, *dws
 
 
 class _MatmulScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_OCX: Tensor, weight_YX: Tensor, group_name: str) -> Tensor:
+    def forward(ctx: Any, x_OCX: Tensor, weight_YX: Tensor, group_name: str, product: str) -> Tensor:
         ctx.save_for_backward(x_OCX, weight_YX)
-        ctx.group_name = group_name
-        return matmul_scatter(x_OCX, weight_YX, group_name)
+        ctx.group_name, ctx.product = group_name, product
+        return matmul_scatter(x_OCX, weight_YX, group_name, product)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_OCX, weight_YX = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        dx, dw = matmul_scatter_backward(grads[0], x_OCX, weight_YX, ctx.group_name, needs_x, needs_weight)
-        return dx if needs_x else None, dw if needs_weight else None, None
+        names = ctx.group_name, ctx.product
+        dx, dw = matmul_scatter_backward(grads[0], x_OCX, weight_YX, *names, needs_x, needs_weight)
+        return dx if needs_x else None, dw if needs_weight else None, None, None
 
 
 # ---- operators: what the compiler and activation checkpointing see. No result is memory that a peer may write.
 
 
 @operator("gather_matmul")
-def gather_matmul(x_ORX: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
+def gather_matmul(x_ORX: Tensor, weights: list[Tensor], group_name: str, products: str) -> list[Tensor]:
     """(O, C, Y) for each weight (Y, X)."""
-    size = _size(group_name)
+    found = _divided(products)
     transport = _transport(x_ORX, group_name)
-    with closing(transport.gather(x_ORX.contiguous(), needs_whole=False)) as inbox:
-        return _multiply_arrivals(inbox, size, x_ORX, [weight.t() for weight in weights])
+    # Rows travel coded if that is what all weights multiply.
+    common = found[0] if len(set(products.split(_BETWEEN))) == 1 else None
+    sent = x_ORX.contiguous() if common is None else common.sent_as(x_ORX.contiguous())
+    outer, num_rows = x_ORX.shape[0], _size(group_name) * x_ORX.shape[1]
+    outs = [x_ORX.new_empty(outer, num_rows, weight.shape[0]) for weight in weights]
+    with closing(transport.gather(sent, needs_whole=False)) as inbox:
+        prepared = [product.weight(weight) for product, weight in zip(found, weights, strict=True)]
+        for rows, block in inbox.blocks():
+            for product, weight, out in zip(found, prepared, outs, strict=True):
+                (product.multiply if common is None else product.multiply_sent)(block, weight, out[:, rows])
+    return outs
 
 
 @operator("gather_matmul_backward")
@@ -153,30 +188,33 @@ def gather_matmul_backward(
     x_ORX: Tensor,
     weights: list[Tensor],
     group_name: str,
+    products: str,
     needs_x: bool,
     needs_weights: list[bool],
 ) -> list[Tensor]:
     """Gradients of x and of every weight; empty where not needed."""
-    grads = [grad.contiguous() for grad in grads]
+    grads, multiply = [grad.contiguous() for grad in grads], _divided(products)
     transport = _transport(x_ORX, group_name)
     found = [x_ORX.new_empty(0) for _ in range(1 + len(weights))]
     # The shards travel again while dx is computed.
     with _maybe_gathered(transport, x_ORX, any(needs_weights)) as inbox:
         if needs_x:
-            found[0] = _scatter_products(transport, grads, weights, x_ORX)
+            prepared = [product.weight_transposed(weight) for product, weight in zip(multiply, weights, strict=True)]
+            found[0] = _scatter_products(transport, grads, prepared, multiply, x_ORX.shape[2], x_ORX)
         if inbox is not None:
             whole = inbox.whole().flatten(0, 1)
-            for number, (grad, needed) in enumerate(zip(grads, needs_weights, strict=True)):
+            for number, (product, grad, needed) in enumerate(zip(multiply, grads, needs_weights, strict=True)):
                 if needed:
-                    found[1 + number] = grad.flatten(0, 1).t() @ whole
+                    found[1 + number] = product.weight_gradient(grad.flatten(0, 1), whole)
     return found
 
 
 @operator("matmul_scatter")
-def matmul_scatter(x_OCX: Tensor, weight_YX: Tensor, group_name: str) -> Tensor:
+def matmul_scatter(x_OCX: Tensor, weight_YX: Tensor, group_name: str, product: str) -> Tensor:
     """(O, R, Y): this rank's rows of the sum over ranks."""
-    transport = _transport(x_OCX, group_name)
-    return _scatter_products(transport, [x_OCX.contiguous()], [weight_YX.t()], x_OCX)
+    transport, (multiply,) = _transport(x_OCX, group_name), _divided(product)
+    prepared, width = [multiply.weight(weight_YX)], weight_YX.shape[0]
+    return _scatter_products(transport, [x_OCX.contiguous()], prepared, [multiply], width, x_OCX)
 
 
 @operator("matmul_scatter_backward")
@@ -185,23 +223,26 @@ def matmul_scatter_backward(
     x_OCX: Tensor,
     weight_YX: Tensor,
     group_name: str,
+    product: str,
     needs_x: bool,
     needs_weight: bool,
 ) -> list[Tensor]:
     """Gradients of x and of the weight, of one gather; empty where not needed."""
-    transport = _transport(x_OCX, group_name)
-    size = _size(group_name)
+    transport, (multiply,) = _transport(x_OCX, group_name), _divided(product)
     found = [grad_ORY.new_empty(0), grad_ORY.new_empty(0)]
     with _maybe_gathered(transport, grad_ORY, needs_x or needs_weight, needs_whole=needs_weight) as inbox:
         if inbox is not None and needs_x:
-            found[0] = _multiply_arrivals(inbox, size, grad_ORY, [weight_YX])[0]
+            prepared = multiply.weight_transposed(weight_YX)
+            found[0] = grad_ORY.new_empty(*x_OCX.shape)
+            for rows, block in inbox.blocks():
+                multiply.multiply(block, prepared, found[0][:, rows])
         if inbox is not None and needs_weight:
-            found[1] = inbox.whole().flatten(0, 1).t() @ x_OCX.contiguous().flatten(0, 1)
+            found[1] = multiply.weight_gradient(inbox.whole().flatten(0, 1), x_OCX.contiguous().flatten(0, 1))
     return found
 
 
 @register_fake(gather_matmul)
-def _(x_ORX: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
+def _(x_ORX: Tensor, weights: list[Tensor], group_name: str, products: str) -> list[Tensor]:
     outer, num_rows = x_ORX.shape[:2]
     num_rows = num_rows * _size(group_name)
     return [x_ORX.new_empty(outer, num_rows, weight.shape[0]) for weight in weights]
@@ -213,6 +254,7 @@ def _(
     x_ORX: Tensor,
     weights: list[Tensor],
     group_name: str,
+    products: str,
     needs_x: bool,
     needs_weights: list[bool],
 ) -> list[Tensor]:
@@ -221,7 +263,7 @@ def _(
 
 
 @register_fake(matmul_scatter)
-def _(x_OCX: Tensor, weight_YX: Tensor, group_name: str) -> Tensor:
+def _(x_OCX: Tensor, weight_YX: Tensor, group_name: str, product: str) -> Tensor:
     num_rows = x_OCX.shape[1] // _size(group_name)
     return x_OCX.new_empty(x_OCX.shape[0], num_rows, weight_YX.shape[0])
 
@@ -232,6 +274,7 @@ def _(
     x_OCX: Tensor,
     weight_YX: Tensor,
     group_name: str,
+    product: str,
     needs_x: bool,
     needs_weight: bool,
 ) -> list[Tensor]:
@@ -256,40 +299,20 @@ def _maybe_gathered(transport: Transport, x: Tensor, needed: bool, needs_whole: 
         yield inbox
 
 
-def _multiply_arrivals(inbox: Inbox, size: int, like: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """(O, C, Y) for each weight (X, Y)."""
-    outer, num_rows = like.shape[:2]
-    products = [like.new_empty(outer, size * num_rows, weight.shape[1]) for weight in weights]
-    for rows, block in inbox.blocks():
-        for weight, product in zip(weights, products, strict=True):
-            _multiply(block, weight, product[:, rows])
-    return products
-
-
-def _scatter_products(transport: Transport, xs: Sequence[Tensor], weights: Sequence[Tensor], like: Tensor) -> Tensor:
-    """(O, R, Y): of the sum over ranks and over pairs of x (O, C, X) and weight (X, Y), this rank's rows."""
+def _scatter_products(
+    transport: Transport,
+    xs: Sequence[Tensor],
+    weights: Sequence[Any],
+    products: Sequence[Product],
+    width: int,
+    like: Tensor,
+) -> Tensor:
+    """(O, R, width): of the sum over ranks, and over products of x (O, C, ...) and its weight, this rank's rows."""
     outer, num_rows = xs[0].shape[:2]
-    width = weights[0].shape[1]
     with closing(transport.scatter((outer, num_rows, width), like)) as outbox:
         for rows in outbox.blocks():
             space = outbox.space(rows)
-            for number, (x, weight) in enumerate(zip(xs, weights, strict=True)):
-                _multiply(x[:, rows], weight, space, add=number > 0)
+            for number, (x, weight, product) in enumerate(zip(xs, weights, products, strict=True)):
+                product.multiply(x[:, rows], weight, space, add=number > 0)
             outbox.send(rows)
         return outbox.total()
-
-
-def _multiply(x_ORX: Tensor, weight_XY: Tensor, out_ORY: Tensor, add: bool = False) -> None:
-    """Write x @ weight into `out`, or add it; rows of `x` and `out` may be those of a larger tensor."""
-    if x_ORX.shape[0] == 1:
-        if add:
-            out_ORY[0].addmm_(x_ORX[0], weight_XY)
-        else:
-            torch.mm(x_ORX[0], weight_XY, out=out_ORY[0])
-        return
-    # One launch, without copies: the weight has a stride of zero.
-    weights = weight_XY.expand(x_ORX.shape[0], -1, -1)
-    if add:
-        out_ORY.baddbmm_(x_ORX, weights)
-    else:
-        torch.bmm(x_ORX, weights, out=out_ORY)

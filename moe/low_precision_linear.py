@@ -15,11 +15,14 @@ Shape suffixes: P rows sorted by expert, Q places (rows padded to 32 for each ex
 in-features.
 """
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from comms.kernels.codec import pack_rows, split_record
+from comms.products import register_product
 from moe.grouped_gemm import clear_tail_, weight_gradient
 from moe.kernels.quantize import BLOCK, pad_groups
 from moe.quantize import Quantized, mxfp8_columns
@@ -54,8 +57,7 @@ def low_precision_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, re
         ValueError: as `low_precision_grouped_linear`.
     """
     x_TI = x.flatten(0, -2)
-    offsets_1 = torch.full((1,), x_TI.shape[0], dtype=torch.int32, device=x.device)
-    y_TO = low_precision_grouped_linear(x_TI, weight_OI[None], offsets_1, recipe, exact=True)
+    y_TO = low_precision_grouped_linear(x_TI, weight_OI[None], _end_of(x_TI), recipe, exact=True)
     y = y_TO.view(*x.shape[:-1], y_TO.shape[1])
     return y if bias_O is None else y + bias_O
 
@@ -70,6 +72,66 @@ def check_dims(recipe: Recipe, dims: tuple[int, ...] | torch.Size, what: str) ->
         )
 
 
+@dataclass(frozen=True)
+class LowPrecisionProduct:
+    """A recipe where rows travel while others are multiplied; see `comms.products.Product` for what each method does.
+
+    Rows are quantized one by one, so it does not matter whether they are before or after they travel.
+    """
+
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        """Recipes that compute alike have the same."""
+        return f"{self.recipe.name}, {self.recipe.mode}, {'recipe' if self.recipe.multiply_columns else 'bf16'} wgrad"
+
+    def linear(self, x: Tensor, weight_YX: Tensor) -> Tensor:
+        """See `Product`."""
+        return low_precision_linear(x, weight_YX, None, self.recipe)
+
+    def sent_as(self, x_ORX: Tensor) -> Tensor:
+        """Records of e4m3 values and their scales, uint8."""
+        return pack_rows(x_ORX.flatten(0, 1), self.recipe.block).view(*x_ORX.shape[:2], -1)
+
+    def weight(self, weight_YX: Tensor) -> tuple[Quantized, int]:
+        """See `Product`; and X."""
+        check_dims(self.recipe, weight_YX.shape, "a linear map")
+        return self.recipe.weight(weight_YX[None]), weight_YX.shape[1]
+
+    def weight_transposed(self, weight_YX: Tensor) -> tuple[Quantized, int]:
+        """See `Product`; and Y."""
+        check_dims(self.recipe, weight_YX.shape, "a linear map")
+        return self.recipe.weight_transposed(weight_YX[None]), weight_YX.shape[0]
+
+    def multiply(self, x_ORX: Tensor, weight: tuple[Quantized, int], out_ORY: Tensor, add: bool = False) -> None:
+        """See `Product`."""
+        self._multiply(self.recipe.rows(x_ORX.flatten(0, 1).contiguous()), weight[0], out_ORY, add)
+
+    def multiply_sent(self, rows_ORW: Tensor, weight: tuple[Quantized, int], out_ORY: Tensor) -> None:
+        """See `Product`."""
+        values, scales = split_record(rows_ORW.flatten(0, 1), weight[1], self.recipe.block)
+        rows = Quantized(values.contiguous(), scales.contiguous(), 1, self.recipe.block)
+        self._multiply(rows, weight[0], out_ORY, add=False)
+
+    def weight_gradient(self, dy_PY: Tensor, x_PX: Tensor) -> Tensor:
+        """See `Product`."""
+        ends_1 = _end_of(dy_PY)
+        return _weight_gradient(dy_PY, list(_keep_for_wgrad(x_PX, ends_1, self.recipe)), ends_1, self.recipe)[0]
+
+    def _multiply(self, rows: Quantized, weight: Quantized, out_ORY: Tensor, add: bool) -> None:
+        y_ORY = self.recipe.multiply_rows(rows, weight, _end_of(rows.values)).view(out_ORY.shape)
+        if add:
+            out_ORY.add_(y_ORY)
+        else:
+            out_ORY.copy_(y_ORY)
+
+
+def _end_of(rows: Tensor) -> Tensor:
+    """Of the one group that all rows are."""
+    return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+
+
 class LowPrecisionLinear(nn.Linear):
     """An `nn.Linear` that computes by a recipe. It takes over the parameters of the linear it replaces."""
 
@@ -77,6 +139,8 @@ class LowPrecisionLinear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")  # pyright: ignore
         self.weight, self.bias = linear.weight, linear.bias
         self.recipe = recipe
+        product = LowPrecisionProduct(recipe)
+        self.product = register_product(product.name, product)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., I) -> (..., O)."""

@@ -35,6 +35,7 @@ class Recipe:
         mode: `native`, `exact` or `portable`: what this hardware makes of the recipe.
         device: the device it was resolved for, as a person calls it.
         unit: dims of the map must be multiples of this.
+        block: numbers of a row of x or dy that share a scale.
         rows: quantizes x (P, I), and dy (P, O), along the row.
         weight: quantizes w (E, O, I) along I, for y.
         weight_transposed: quantizes w as (E, I, O) along O, for dx.
@@ -47,6 +48,7 @@ class Recipe:
     mode: str
     device: str
     unit: int
+    block: int
     rows: Callable[[Tensor], Quantized]
     weight: Callable[[Tensor], Quantized]
     weight_transposed: Callable[[Tensor], Quantized]
@@ -80,6 +82,7 @@ def resolve_recipe(name: str, device: torch.device, wgrad: str = "recipe") -> Re
             title,
             # What TMA asks of a row's bytes.
             16 if native else 1,
+            128,
             rows=fp8_rows,
             weight=fp8_squares,
             weight_transposed=fp8_squares_transposed,
@@ -94,6 +97,7 @@ def resolve_recipe(name: str, device: torch.device, wgrad: str = "recipe") -> Re
         name,
         "native" if native else "exact",
         title,
+        32,
         32,
         rows=mxfp8_rows,
         weight=mxfp8_rows,

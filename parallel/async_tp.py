@@ -25,9 +25,8 @@ class AsyncChoice:
     """What overlaps in this run."""
 
     mode: str
-    # Maps whose matmul overlaps, of all maps that tensor parallelism splits; those of `inductor` are not known yet.
+    # Maps whose matmul overlaps; those of `inductor` are not known before the first step.
     num_fused: int
-    num_maps: int
     _counted: bool = field(default=False, repr=False)
 
     def check_compiled(self) -> str | None:
@@ -58,37 +57,36 @@ def connect_async_tp(model: nn.Module, mesh: Mesh, num_rows: int) -> AsyncChoice
     """
     mode = mesh.config.async_tp
     if mode == "none":
-        return AsyncChoice("none", 0, 0)
+        return AsyncChoice("none", 0)
     assert mesh.tp is not None
     if mode == "inductor":
         _prepare_inductor(mesh)
-        return AsyncChoice("inductor", 0, 0)
+        return AsyncChoice("inductor", 0)
     if mesh.device.type == "cuda" and (reason := unavailable(mesh.tp.get_group(), mesh.device)):
         raise ValueError(f"parallel.async_tp=native cannot run here: {reason}; set parallel.async_tp=none")
-    num_fused, num_maps = count_fused(model)
+    num_fused = count_fused(model)
     if num_fused == 0:
         raise ValueError(
-            f"parallel.async_tp=native fuses none of {num_maps} matmuls: they are in low precision (precision.linears) "
-            "or there are none; set parallel.async_tp=none"
+            "parallel.async_tp=native finds no matmul to fuse: the model has none that tensor parallelism splits; set "
+            "parallel.async_tp=none"
         )
     if not is_overlapped(num_rows, mesh.device):
         raise ValueError(
-            f"parallel.async_tp=native fuses none of {num_maps} matmuls: a pass has {num_rows} tokens "
+            f"parallel.async_tp=native fuses none of {num_fused} matmuls: a pass has {num_rows} tokens "
             f"(train.micro_batch_size x train.seq_len / parallel.cp), and overlapping pays from {FUSED_ROWS}; make it "
             "larger, or set parallel.async_tp=none"
         )
     set_timeout(mesh.tp.get_group().group_name, mesh.config.timeout_seconds)
-    return AsyncChoice("native", num_fused, num_maps)
+    return AsyncChoice("native", num_fused)
 
 
-def count_fused(model: nn.Module) -> tuple[int, int]:
-    """How many maps overlap, and how many tensor parallelism splits."""
-    counts = [
+def count_fused(model: nn.Module) -> int:
+    """How many maps overlap: all that tensor parallelism splits."""
+    return sum(
         maps.count(module)
         for module in model.modules()
         if isinstance(maps := getattr(module, "maps", None), AsyncTensorParallelMaps)
-    ]
-    return sum(fused for fused, _ in counts), sum(total for _, total in counts)
+    )
 
 
 def _prepare_inductor(mesh: Mesh) -> None:

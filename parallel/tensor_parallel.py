@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from comms.async_tp import all_gather_matmul, matmul_reduce_scatter
 from comms.collectives import all_reduce, gather_dim, reduce_scatter
+from comms.products import AS_THEY_ARE
 from moe.linear_maps import LinearMaps, apply_weight, local
 from moe.low_precision_linear import LowPrecisionLinear
 from parallel.mesh import Mesh
@@ -141,7 +142,7 @@ class TensorParallelMaps(LinearMaps):
 
 
 class AsyncTensorParallelMaps(TensorParallelMaps):
-    """The same while tokens travel (comms/async_tp.py). Maps in low precision wait, with what shares their gather."""
+    """The same while tokens travel (comms/async_tp.py), in the precision of each map."""
 
     def __init__(self, mesh: DeviceMesh, plan: TensorPlan) -> None:
         super().__init__(mesh, plan)
@@ -149,31 +150,26 @@ class AsyncTensorParallelMaps(TensorParallelMaps):
 
     def expand(self, x_BLX: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
         """One gather for all maps: this rank's columns of each."""
-        if not can_overlap(maps):
-            return super().expand(x_BLX, *maps)
-        weights = [self._rows(linear.weight) for linear in maps]
-        products = all_gather_matmul(x_BLX, weights, TOKENS, self.group)
+        weights, products = [self._rows(linear.weight) for linear in maps], [product_of(linear) for linear in maps]
+        found = all_gather_matmul(x_BLX, weights, TOKENS, self.group, products=products)
         return tuple(
             y_BCY if linear.bias is None else y_BCY + self._rows(linear.bias)
-            for y_BCY, linear in zip(products, maps, strict=True)
+            for y_BCY, linear in zip(found, maps, strict=True)
         )
 
     def contract(self, x_BCX: Tensor, linear: nn.Linear) -> Tensor:
         """This rank's tokens of the sum over the ranks."""
-        if not can_overlap((linear,)):
-            return super().contract(x_BCX, linear)
-        y_BLY = matmul_reduce_scatter(x_BCX, local(linear.weight), TOKENS, self.group)
+        y_BLY = matmul_reduce_scatter(x_BCX, local(linear.weight), TOKENS, self.group, product=product_of(linear))
         return y_BLY if linear.bias is None else y_BLY + linear.bias
 
-    def count(self, module: nn.Module) -> tuple[int, int]:
-        """How many of a module's maps overlap, and how many there are."""
-        found = [[getattr(module, name) for name in group if hasattr(module, name)] for group in self.groups]
-        return sum(len(maps) for maps in found if can_overlap(maps)), sum(map(len, found))
+    def count(self, module: nn.Module) -> int:
+        """How many of a module's maps overlap: all that are split."""
+        return sum(hasattr(module, name) for group in self.groups for name in group)
 
 
-def can_overlap(maps: Sequence[nn.Linear]) -> bool:
-    """Whether maps that share a gather compute in the dtype that travels."""
-    return not any(isinstance(linear, LowPrecisionLinear) for linear in maps)
+def product_of(linear: nn.Linear) -> str:
+    """How it multiplies, by name (comms/products.py)."""
+    return linear.product if isinstance(linear, LowPrecisionLinear) else AS_THEY_ARE
 
 
 class SplitRMSNorm(nn.Module):

@@ -68,7 +68,7 @@ def describe_async_tp(choice: AsyncChoice) -> str:
         return ""
     if choice.mode == "inductor":
         return "  async   inductor: matmuls that it fuses are counted after the first step"
-    return f"  async   native: {choice.num_fused} of {choice.num_maps} split matmuls fused with their transfer"
+    return f"  async   native: {choice.num_fused} matmuls fused with their transfer"
 
 
 Counts = Mapping[str, Mapping[str, int]]

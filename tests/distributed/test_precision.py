@@ -87,9 +87,17 @@ LAYOUT_BOUND = 0.15
         ("fp8_blockwise", ParallelConfig(ep=2)),
         ("mxfp8_linears", ParallelConfig(tp=2, ep=2)),
         ("fp8_blockwise_linears", ParallelConfig(tp=2, etp=2)),
+        ("mxfp8_linears", ParallelConfig(tp=2, etp=2, async_tp="native")),
         ("mxfp8", ParallelConfig(ep=2, activation_checkpoint="full")),
     ],
-    ids=["mxfp8_ep2", "fp8_blockwise_ep2", "mxfp8_linears_tp2_ep2", "fp8_blockwise_linears_tp2_etp2", "mxfp8_ep2_full"],
+    ids=[
+        "mxfp8_ep2",
+        "fp8_blockwise_ep2",
+        "mxfp8_linears_tp2_ep2",
+        "fp8_blockwise_linears_tp2_etp2",
+        "mxfp8_linears_tp2_etp2_async",
+        "mxfp8_ep2_full",
+    ],
 )
 def test_layouts_equal_one_process(name: str, parallel: ParallelConfig) -> None:
     alone = run_workers(train, 1, MODEL, ParallelConfig(), PRECISIONS[name], 1)[0]

@@ -21,6 +21,9 @@ from torch.nn import functional as F
 from comms import async_tp, peer_buffers
 from comms.async_tp import all_gather_matmul, matmul_reduce_scatter
 from comms.collectives import gather_dim, reduce_scatter
+from comms.products import AS_THEY_ARE, register_product
+from moe.low_precision_linear import LowPrecisionProduct
+from moe.recipes import resolve_recipe
 from parallel.config import ParallelConfig
 from parallel.process_group import process_group, temporary_groups
 from tests.distributed.tiny_models import MODELS
@@ -31,7 +34,8 @@ from trainer.worker_pool import free_port
 pytestmark = pytest.mark.multi_gpu
 
 BOUNDS = {torch.float64: 1e-12, torch.bfloat16: 4e-3}
-ALWAYS = 0
+# No plain path, and only that.
+ALWAYS, NEVER = 0, 2**31
 
 
 def world() -> str:
@@ -84,6 +88,26 @@ def case_56_fused_equals_unfused_at_every_dim(device: torch.device) -> None:
 def large_bf16(device: torch.device) -> None:
     check_gather(device, torch.bfloat16, (2, 4096, 4096), 1, [2048, 512, 512])
     check_scatter(device, torch.bfloat16, (2, 8192, 2048), 1, 4096)
+
+
+def rows_in_low_precision_travel_coded(device: torch.device) -> None:
+    """As the plain path, which codes after the gather. Coding itself is off by 3.8 %."""
+    found = LowPrecisionProduct(resolve_recipe("fp8_blockwise", device))
+    product, dtype = register_product(found.name, found), torch.bfloat16
+    x = random_tensor(device, dtype, 2, 4096, 1024)
+    weights = [random_tensor(device, dtype, width, 1024, seed=width) for width in (512, 256)]
+    y, down = random_tensor(device, dtype, 2, 8192, 512), random_tensor(device, dtype, 1024, 512, seed=2)
+    for products in ([product] * 2, [product, AS_THEY_ARE]):
+        ours, theirs = (
+            results(all_gather_matmul(x, weights, 1, world(), min_rows, products), [x, *weights])
+            for min_rows in (ALWAYS, NEVER)
+        )
+        assert_close(ours, theirs, 8e-3)
+    ours, theirs = (
+        results((matmul_reduce_scatter(y, down, 1, world(), min_rows, product),), [y, down])
+        for min_rows in (ALWAYS, NEVER)
+    )
+    assert_close(ours, theirs, 8e-3)
 
 
 def few_rows_take_the_plain_path(device: torch.device) -> None:
@@ -224,6 +248,7 @@ CHECKS: dict[str, Check] = {
     for check in (
         case_56_fused_equals_unfused_at_every_dim,
         large_bf16,
+        rows_in_low_precision_travel_coded,
         few_rows_take_the_plain_path,
         the_host_waits_for_nothing,
         other_collectives_run_beside,

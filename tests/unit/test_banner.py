@@ -77,12 +77,12 @@ def test_the_exchange_is_told_with_its_room() -> None:
 
 def test_what_a_layout_settles_is_told_where_there_is_something_to_tell() -> None:
     mesh: Any = SimpleNamespace(world_size=1, device=torch.device("cpu"))
-    nothing: Any = SimpleNamespace(exchange_choice=BackendChoice("none", ""), async_tp=AsyncChoice("none", 0, 0))
+    nothing: Any = SimpleNamespace(exchange_choice=BackendChoice("none", ""), async_tp=AsyncChoice("none", 0))
     assert describe_layout(Config(model=QWEN3), mesh, nothing) == []
     both: Any = SimpleNamespace(
-        exchange_choice=BackendChoice("collective", "as asked"), async_tp=AsyncChoice("native", 2, 3)
+        exchange_choice=BackendChoice("collective", "as asked"), async_tp=AsyncChoice("native", 2)
     )
     assert describe_layout(Config(model=QWEN3), mesh, both) == [
         "  experts  rows travel by collective: as asked",
-        "  async   native: 2 of 3 split matmuls fused with their transfer",
+        "  async   native: 2 matmuls fused with their transfer",
     ]

@@ -150,7 +150,7 @@ class Transformer(nn.Module):
         self.sequence: SplitSequence | None = None
         # Settled when the model is laid out over ranks.
         self.exchange_choice = BackendChoice("none", "no row leaves its rank")
-        self.async_tp = AsyncChoice("none", 0, 0)
+        self.async_tp = AsyncChoice("none", 0)
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         # The last mtp.depth blocks are those for multi-token prediction.
         num_blocks = config.num_layers + config.mtp.depth
