@@ -149,8 +149,8 @@ class Departed(NamedTuple):
     arrival: Arrival
     # Where rows begin that go to the arena of what is kept; None: they have a tensor of their own.
     base: Tensor | None
-    # Of the plan that it follows.
-    routes: Tensor
+    # Of the plan that it follows: kernels read them on the way, and an exception may have ended whoever made them.
+    tables: Tables
 
 
 def depart(
@@ -172,7 +172,7 @@ def depart(
         base = saved.reserve(travel.tables.totals, saves, tag_of(travel.layer, DISPATCH))
     out = Received(rows_RD, weights_RK, ids_RK)
     arrival = travel.there(DISPATCH, 0, sent, out, payload, beside, base)
-    return Departed(sent, out, arrival, base, travel.tables.routes)
+    return Departed(sent, out, arrival, base, travel.tables)
 
 
 def departed(
@@ -180,7 +180,7 @@ def departed(
 ) -> Departed:  # fmt: skip
     """What `start_dispatch` has sent, or else send it now."""
     waiting: list[Departed] = travel.exchange.departed
-    if not waiting or waiting[0].routes.data_ptr() != travel.tables.routes.data_ptr():
+    if not waiting or waiting[0].tables.routes.data_ptr() != travel.tables.routes.data_ptr():
         forget_departed(travel)
         return depart(travel, x_TD, weights_TK, ids_TK, payload, Beside.NOTHING, saves)
     found = waiting.pop()

@@ -3,7 +3,8 @@
 The order of launches is written down here. Rows travel on a stream of the exchange's own (comms/beside.py), products
 run on the current one; `|` is what happens at the same time, a digit the chunk of tokens:
 
-    forward    there 0 (| shared expert); there 1 | experts 0; back 0, there 2 | experts 1; back 1 | experts 2; back 2
+    forward    there 0 | tokens are counted (and the shared expert); there 1 | experts 0; back 0, there 2 | experts 1;
+               back 1 | experts 2; back 2
     backward   there 0 | rows to pairs (and h again); there 1 | data gradients 0; back 0 | data gradients 1;
                back 1 | weight gradients
 
@@ -64,9 +65,10 @@ def depart(through: Through, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, b
     plan = through.plan
     tables = plan.index_NT, plan.tokens_NT, plan.routes, plan.totals
     name, payload = plan.exchange.name, through.dispatch.rows
-    with torch.no_grad():
-        saves = plan.num_items if through.saves else None
-        start_dispatch(plan.exchange.state, x_TD, weights_TK, ids_TK, *tables, name, plan.layer, payload, beside, saves)
+    saves = plan.num_items if through.saves else None
+    # If nobody comes for it, the graph that led to it is not to stay.
+    sent = x_TD.detach(), weights_TK.detach(), ids_TK
+    start_dispatch(plan.exchange.state, *sent, *tables, name, plan.layer, payload, beside, saves)
 
 
 def exchanged_experts(

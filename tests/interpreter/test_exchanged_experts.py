@@ -5,6 +5,7 @@ router are the same sums in the same order, so equal bit for bit; weight gradien
 1e-6). Memory starts as NaN, arenas too, and ranks have different numbers of tokens, some none.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from comms.payload import Payload
 from comms.symmetric_exchange import plan_exchange
@@ -177,8 +179,15 @@ def what_departed_for_nobody_is_not_taken(exchange: Exchange) -> None:
         plan = plan_exchange(ids, EXPERTS_PER_RANK, exchange, 0, 10**3, 2)
         return Through(plan, first_id, Payload(), Payload()), x, weights, ids
 
-    depart(*given(), beside=True)
+    through, x, *columns = given()
+    depart(through, x.requires_grad_() * 1, *columns, beside=True)
     assert len(exchange.departed) == 1
+    # What kernels may still read is kept, but not the graph that led to it.
+    tables = [StorageWeakRef(table.untyped_storage()) for table in (through.plan.tokens_NT, through.plan.routes)]
+    del through
+    gc.collect()
+    assert not any(table.expired() for table in tables)
+    assert not any(column.requires_grad for column in exchange.departed[0].sent)
     # Neither by whoever departs next, nor by whoever comes.
     depart(*given(), beside=True)
     assert len(exchange.departed) == 1
