@@ -297,9 +297,16 @@ def test_rows_may_be_sums_that_the_exchange_adds_up(num_ranks: int, payload: str
         assert expected.isfinite().all() and all(torch.equal(expected, found) for found in others)
 
 
+@pytest.mark.parametrize("numbers", [128, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_coded_on_the_way_there_and_back(dtype: torch.dtype) -> None:
-    """mxfp8: coding then moving is moving then coding; sums are those of decoded rows, rounded once more."""
+def test_rows_are_coded_on_the_way_there_and_back(
+    dtype: torch.dtype, numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mxfp8: coding then moving is moving then coding; sums are those of decoded rows, rounded once more.
+
+    Of 32 numbers at a time even few rows take several steps, each of which loads ahead for those behind it.
+    """
+    monkeypatch.setattr(comms.put_and_take, "CODED_NUMBERS", numbers)
     width, generator = 40, torch.Generator().manual_seed(8)
     ranks, ids = make(2, width, dtype), random_ids(2, generator)
     items = items_of(ids)
