@@ -162,8 +162,9 @@ def exchanged_experts_forward(
     a_PF, y_PD = (x_TD.new_empty(num_pairs, width) for width in (w_down_EDF.shape[2], x_TD.shape[1]))
     kept = room_for_kept(saved, received.rows_RD, ids_TK.shape[1], ends_S, a_PF, keeps_hidden, base)
     _, pairs, h_PH, _ = kept
-    out_RD, y_TD = x_TD.new_empty(travel.num_rows, x_TD.shape[1]), torch.empty_like(sent.rows_RD)
-    no_side = out_RD[:, :0], y_TD[:, :0]
+    y_TD, no_side = torch.empty_like(sent.rows_RD), (x_TD.new_empty(travel.num_rows, 0), x_TD.new_empty(len(x_TD), 0))
+    # Sums of the pairs of chunks that others follow.
+    out_RD = x_TD.new_empty(travel.num_rows if num_chunks > 1 else 0, x_TD.shape[1])
     returned: Arrival = None
     for chunk in range(num_chunks):
         coming = None

@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 scripts/bench_async_tp.py            the same; the processes are there already
     python scripts/bench_async_tp.py --rows 8192 --widths 8192x8192  one size, N x K
     python scripts/bench_async_tp.py --piece-rows 2048,4096,8192     how finely shards are cut, per size
+    python scripts/bench_async_tp.py --recipe fp8_blockwise          maps in low precision, rows coded as they travel
     python scripts/bench_async_tp.py --dry-run                       tiny sizes on 2 CPU processes
 
 Cases: `gather` multiplies [M / ranks, K] per rank, gathered along M, by [K, N / ranks]; `scatter` multiplies
@@ -37,13 +38,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from comms import shard_transport
 from comms.async_tp import FUSED_ROWS, all_gather_matmul, matmul_reduce_scatter
 from comms.collectives import gather_dim, reduce_scatter
+from comms.products import AS_THEY_ARE, find_product, register_product
+from moe.config import LOW_PRECISION
+from moe.low_precision_linear import LowPrecisionProduct
+from moe.recipes import resolve_recipe
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from scripts.bench_comms import cell
@@ -65,7 +69,7 @@ BLOCKS = ModelConfig(
 )  # fmt: skip
 HEADER = f"{'':42}{'fwd ms':>9}{'/ matmul':>9}{'bwd ms':>9}{'/ matmul':>9}{'error':>9}"
 TINY = replace(
-    BLOCKS, dim=32, ffn_dim=48, vocab_size=64, attention=AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=8)
+    BLOCKS, dim=64, ffn_dim=128, vocab_size=64, attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32)
 )
 
 
@@ -108,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     result = {**describe(arguments, machine), **figures}
     if out is not None:
-        write_result(out, f"{arguments.nproc}_gpus", result, "cases")
+        suffix = "" if arguments.recipe == "bf16" else f"_{arguments.recipe}"
+        write_result(out, f"{arguments.nproc}_gpus{suffix}", result, "cases")
     if arguments.json:
         print(json.dumps(result))
     else:
@@ -126,6 +131,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--widths", default="8192x8192,8192x4096", help="N x K; default: %(default)s")
     parser.add_argument("--piece-rows", default="0", help="0, the default: as training does")
     parser.add_argument("--sides", default=",".join(SIDES), help="default: %(default)s")
+    parser.add_argument("--recipe", default="bf16", choices=("bf16", *LOW_PRECISION), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-block", action="store_true", help="leave the blocks of a model out")
     parser.add_argument("--eager", action="store_true", help="do not compile the blocks of a model")
@@ -152,8 +158,12 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     if arguments.dry_run:
         arguments.rounds = 1
         arguments.sides = [side for side in arguments.sides if side != "torch"]
-        unit = arguments.nproc
-        return [Case(kind, rows * unit, 12 * unit, 8 * unit, 8) for kind in ("gather", "scatter") for rows in (8, 30)]
+        # Blocks of low precision, where there are any.
+        unit = arguments.nproc * (1 if arguments.recipe == "bf16" else 32)
+        rows_unit = arguments.nproc
+        return [
+            Case(kind, rows * rows_unit, 12 * unit, 8 * unit, 8) for kind in ("gather", "scatter") for rows in (8, 30)
+        ]
     widths = [tuple(int(size) for size in pair.split("x")) for pair in arguments.widths.split(",")]
     rows, pieces = ([int(size) for size in text.split(",")] for text in (arguments.rows, arguments.piece_rows))
     return [
@@ -171,6 +181,7 @@ def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str
         "nproc": arguments.nproc,
         "rounds": arguments.rounds,
         "fused_rows": FUSED_ROWS,
+        "recipe": arguments.recipe,
         **stamp(arguments, machine),
     }
 
@@ -216,7 +227,7 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
 def measure(arguments: argparse.Namespace, case: Case, device: torch.device) -> dict[str, Any]:
     """Figures of one case, alike on every rank but for its error."""
     set_pieces(case.piece_rows)
-    sides = sides_of(case, device, arguments.sides)
+    sides = sides_of(case, device, arguments.sides, arguments.recipe)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     calls = 2 if device.type == "cpu" else 10
     # Sides in turn, so that a slower moment is everybody's; the first round loads kernels and connects the ranks.
@@ -249,12 +260,14 @@ def set_pieces(piece_rows: int) -> None:
     shard_transport.PIECE_ROWS, shard_transport.SUM_PIECE_ROWS = both
 
 
-def sides_of(case: Case, device: torch.device, names: Sequence[str]) -> dict[str, Calls]:
+def sides_of(case: Case, device: torch.device, names: Sequence[str], recipe: str) -> dict[str, Calls]:
     """What to time of each side, on operands of this rank."""
     assert dist.group.WORLD is not None
     size, group = dist.get_world_size(), dist.group.WORLD.group_name
     generator = torch.Generator(device).manual_seed(dist.get_rank())
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = torch.float32 if device.type == "cpu" and recipe == "bf16" else torch.bfloat16
+    product = product_named(recipe, device)
+    linear = find_product(product).linear
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
@@ -267,21 +280,27 @@ def sides_of(case: Case, device: torch.device, names: Sequence[str]) -> dict[str
         x, weight, grad = random(M, K // size), random(N, K // size) / K**0.5, random(M // size, N)
         whole_x, whole_grad = x, random(M, N)
     forwards: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "nccl": lambda x, w: F.linear(gather_dim(x, 0, group), w),
-        "ours": lambda x, w: all_gather_matmul(x, [w], 0, group, 0)[0],
+        "nccl": lambda x, w: linear(gather_dim(x, 0, group), w),
+        "ours": lambda x, w: all_gather_matmul(x, [w], 0, group, 0, [product])[0],
     }
     if case.kind == "scatter":
         forwards = {
-            "nccl": lambda x, w: reduce_scatter(F.linear(x, w), 0, group),
-            "ours": lambda x, w: matmul_reduce_scatter(x, w, 0, group, 0),
+            "nccl": lambda x, w: reduce_scatter(linear(x, w), 0, group),
+            "ours": lambda x, w: matmul_reduce_scatter(x, w, 0, group, 0, product),
         }
-    found = {
-        "matmul": Calls(lambda: F.linear(whole_x, weight), lambda: [whole_grad @ weight, whole_grad.t() @ whole_x])
-    }
+    found = {"matmul": through_autograd(linear, whole_x, weight, whole_grad)}
     found |= {name: through_autograd(forward, x, weight, grad) for name, forward in forwards.items()}
-    if device.type == "cuda":
+    if device.type == "cuda" and recipe == "bf16":
         found["torch"] = fused_by_torch(case.kind, x, weight, grad, group)
     return {name: found[name] for name in names if name in found}
+
+
+def product_named(recipe: str, device: torch.device) -> str:
+    """How maps of the recipe multiply (comms/products.py)."""
+    if recipe == "bf16":
+        return AS_THEY_ARE
+    product = LowPrecisionProduct(resolve_recipe(recipe, device))
+    return register_product(product.name, product)
 
 
 def through_autograd(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, grad: Tensor) -> Calls:
@@ -318,6 +337,13 @@ def fused_by_torch(kind: str, x: Tensor, weight: Tensor, grad: Tensor, group: st
     return Calls(lambda: ops.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group), backward)
 
 
+def precision_of(arguments: argparse.Namespace) -> PrecisionConfig:
+    """Of the blocks of a model: every linear in the recipe."""
+    if arguments.recipe != "bf16":
+        return PrecisionConfig(recipe=arguments.recipe, linears=["*"], linears_exclude=[])
+    return PrecisionConfig(recipe="fp32" if arguments.dry_run else "bf16")
+
+
 def measure_blocks(arguments: argparse.Namespace, device: torch.device) -> dict[str, float]:
     """Milliseconds of forward and backward of a model of two dense blocks, per value of parallel.async_tp."""
     set_pieces(8 if arguments.dry_run else 0)
@@ -334,7 +360,7 @@ def measure_blocks(arguments: argparse.Namespace, device: torch.device) -> dict[
             ),
             model=TINY if arguments.dry_run else BLOCKS,
             parallel=mesh.config,
-            precision=PrecisionConfig(recipe="fp32" if arguments.dry_run else "bf16"),
+            precision=precision_of(arguments),
         )
         model = build_model(config, mesh)
         (batch,) = synthetic_batches(config, mesh, 0)

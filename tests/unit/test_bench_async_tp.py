@@ -31,6 +31,17 @@ def test_dry_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert set(result["block"]) == {"none", "native"}
 
 
+@pytest.mark.slow
+def test_low_precision(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "async_tp_cpu.json"
+    words = ["--dry-run", "--json", "--recipe", "fp8_blockwise", "--no-block", "--commit", "abc", "--out", str(file)]
+    assert main(words) == 0
+    result = json.loads(file.read_text())["2_gpus_fp8_blockwise"]
+    assert result == json.loads(capfd.readouterr().out) and result["recipe"] == "fp8_blockwise"
+    # The same operands; sums of bf16 parts are rounded elsewhere.
+    assert all(case["sides"]["ours"]["error"] < 8e-3 for case in result["cases"])
+
+
 def test_cases() -> None:
     cases = parse_arguments(["--rows", "512,8192", "--widths", "8192x4096", "--piece-rows", "2048,4096"]).cases
     assert len(cases) == 8 and cases[0] == ("gather", 512, 8192, 4096, 2048)
