@@ -23,8 +23,12 @@ ABSENT = {
 
 
 def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:
-    """At most `count` options that look like `word`, most similar first."""
-    return difflib.get_close_matches(word, list(options), n=count, cutoff=0.55)
+    """At most `count` options that look like `word`: those that it begins, then the most similar."""
+    options = list(options)
+    # `fp8` means fp8_blockwise, and not mxfp8 of the same length.
+    begun = sorted((option for option in options if len(word) > 1 and option.startswith(word)), key=len)
+    similar = difflib.get_close_matches(word, options, n=count, cutoff=0.55)
+    return list(dict.fromkeys((*begun, *similar)))[:count]
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -214,6 +214,11 @@ def test_only_rank_0_speaks_and_all_exit_2(
         exit_with_mistake(ValueError("x"))
 
 
+def test_the_beginning_of_a_name_is_understood() -> None:
+    with pytest.raises(ValueError, match=r"precision=fp8: no such option; did you mean fp8_blockwise or "):
+        compose(["precision=fp8"])
+
+
 def test_composing_leaves_no_trace_and_needs_no_torch(tmp_path: Path) -> None:
     # From a bare checkout, in another folder, with PYTHONPATH alone.
     code = (
