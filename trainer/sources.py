@@ -94,23 +94,42 @@ def list_files(source: SourceConfig, where: str) -> list[SourceFile]:
     """The files of a source, sorted by path, each once, without those excluded or outside `hash_range`.
 
     Raises FileNotFoundError for a path or glob that matches no file, and for a source that has no file left."""
-    exclude = [expand_path(pattern) for pattern in source.exclude]
-    excluded = _any_of(exclude)
-    pruned = _any_of([pattern.removesuffix("/**") for pattern in exclude if pattern.endswith("/**")])
     found: dict[str, SourceFile] = {}
     for given in source.paths:
-        pattern = expand_path(given)
-        files = _walk(pattern, pruned) if "**" in pattern else filter(os.path.isfile, glob.glob(pattern))
-        folder = fixed_folder(pattern)
-        matched = {path: SourceFile(path, os.path.relpath(path, folder)) for path in files if not excluded(path)}
+        folder = fixed_folder(expand_path(given))
+        matched = {path: SourceFile(path, os.path.relpath(path, folder)) for path in _files(given, source)}
         if not matched:
-            raise FileNotFoundError(_no_match(given, pattern, where))
+            raise FileNotFoundError(_no_match(given, where))
         found = matched | found
     by_record = source.kind == "sft"  # its records are chosen, not its files
     kept = sorted(file for file in found.values() if by_record or in_range(file.key, source))
     if not kept:
         raise FileNotFoundError(f"{where}.hash_range {source.hash_range} keeps none of the {len(found)} files")
     return kept
+
+
+def check_paths(source: SourceConfig, where: str) -> None:
+    """Raises FileNotFoundError, as reading would, for a path or glob that matches no file.
+
+    Costs little: the first match is enough. Names at the Hugging Face hub are not looked up."""
+    for given in source.paths:
+        if source.kind == "huggingface":
+            if is_local_dataset(given):
+                dataset_files(given, where)
+        # A folder stands for its shards.
+        elif source.kind == "tokens" and os.path.isdir(expand_path(given)):
+            continue
+        elif next(_files(given, source), None) is None:
+            raise FileNotFoundError(_no_match(given, where))
+
+
+def _files(given: str, source: SourceConfig) -> Iterator[str]:
+    """The files of one path or glob of a source as they are found, without those excluded."""
+    pattern, exclude = expand_path(given), [expand_path(pattern) for pattern in source.exclude]
+    excluded = _any_of(exclude)
+    pruned = _any_of([pattern.removesuffix("/**") for pattern in exclude if pattern.endswith("/**")])
+    files = _walk(pattern, pruned) if "**" in pattern else filter(os.path.isfile, glob.iglob(pattern))
+    return (path for path in files if not excluded(path))
 
 
 def _any_of(patterns: list[str]) -> Callable[[str], object]:
@@ -129,7 +148,8 @@ def _walk(pattern: str, pruned: Callable[[str], object]) -> Iterator[str]:
         yield from (path for path in paths if matches(path) and os.path.isfile(path))
 
 
-def _no_match(given: str, pattern: str, where: str) -> str:
+def _no_match(given: str, where: str) -> str:
+    pattern = expand_path(given)
     if os.path.isdir(pattern):
         return f"{where}.paths: {given!r} is a folder: give a glob of its files, such as '{given.rstrip('/')}/**/*.txt'"
     if glob.has_magic(given):

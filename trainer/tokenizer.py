@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 import torch
 
+from trainer.check_inputs import tokenizer_file
 from trainer.config import DataConfig
 from trainer.node_cache import build_once, cache_key
 from trainer.sources import check_source, documents, source_identity, source_size, unit_hash
@@ -112,10 +113,7 @@ def _check(folder: Path) -> None:
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        hint = "give a folder with a tokenizer.json, such a file, or `train`"
-        raise FileNotFoundError(f"data.tokenizer: no such file: {file}: {hint}")
+    file = tokenizer_file(path)
     try:
         text = file.read_text(encoding="utf-8")
         known = tokenizers.Tokenizer.from_str(text)

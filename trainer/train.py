@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_one_root()
     except RuntimeError as error:
         raise SystemExit(f"error: {error}") from None
+    from trainer.check_inputs import check_inputs
     from trainer.compose import config_from_command_line, exit_with_mistake
     from trainer.layout import fit_layout
 
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The run settles them again, where it knows its processes.
     try:
         fit_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
-    except ValueError as error:
+        check_inputs(config)
+    except (ValueError, FileNotFoundError) as error:
         exit_with_mistake(error)
     # Importing torch takes seconds, and a mistake should not.
     from parallel.process_group import process_group

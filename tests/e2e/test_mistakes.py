@@ -20,6 +20,9 @@ from tests.e2e.runs import STEPS, Attempt, Bench, columns, contents, status
         (["train.global_batch_size=3"], ["train.global_batch_size=3", "2 or 4"]),
         (["model.vocab_size=200"], ["data.tokenizer_vocab_size=257", "model.vocab_size=200"]),
         (["checkpoint.resume=/no/such/place"], ["checkpoint.resume=/no/such/place"]),
+        (["data.train.text.paths=[/no/such/place/*.txt]"], ["data.train.text.paths", "/no/such/place"]),
+        (["data.eval.held.paths=[/no/such/place/*.txt]"], ["data.eval.held.paths", "/no/such/place"]),
+        (["data.tokenizer=/no/such/place"], ["data.tokenizer", "/no/such/place"]),
     ],
 )
 def test_mistake_in_the_config_makes_no_folder(bench: Bench, overrides: list[str], words: list[str]) -> None:
@@ -35,10 +38,8 @@ def test_mistake_in_the_config_makes_no_folder(bench: Bench, overrides: list[str
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("data.train.text.paths=[/no/such/place/*.txt]", ["data.train.text.paths", "/no/such/place"]),
-        ("data.eval.held.paths=[/no/such/place/*.txt]", ["data.eval.held.paths", "/no/such/place"]),
-        ("data.tokenizer=/no/such/place", ["data.tokenizer", "/no/such/place"]),
         ("data.train.text.paths=[text/latin]", ["text/latin", "UTF-8", "data.invalid_utf8=skip"]),
+        ("data.eval.held.paths=[text/latin]", ["data.eval.held", "text/latin", "UTF-8"]),
     ],
 )
 def test_mistake_in_the_data_can_be_mended_in_the_same_run(bench: Bench, override: str, words: list[str]) -> None:
@@ -58,9 +59,9 @@ def test_mistake_in_the_data_can_be_mended_in_the_same_run(bench: Bench, overrid
 
 
 def test_two_ranks_with_the_same_mistake_speak_once(bench: Bench) -> None:
-    launch = bench.launch("both", "data.train.text.paths=[/no/such/place/*.txt]")
+    launch = bench.launch("both", f"data.train.text.paths=[{bench.folder}/text/latin]")
     assert launch.end() == 2, launch.output
-    said = [line for line in launch.output.splitlines() if "/no/such/place/*.txt" in line]
+    said = [line for line in launch.output.splitlines() if "is not valid UTF-8" in line]
     assert len(said) == 2 and said[0].startswith("error: "), said
     # Once more below torchrun's traceback.
     assert said[1] == launch.output.splitlines()[-1], launch.output

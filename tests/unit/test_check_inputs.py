@@ -1,0 +1,68 @@
+"""What a run reads is looked for before anything else, and what it does not read is not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.data_fixtures import write_texts
+from trainer.check_inputs import check_inputs
+from trainer.compose import CONFIG_DIR, compose
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["data.train.text.paths=[absent/*.txt]"], r"data\.train\.text\.paths: 'absent/\*\.txt' matches no file"),
+        (["data.train.text.paths=[a.txt,absent.txt]"], r"data\.train\.text\.paths: no such file: 'absent\.txt'"),
+        (
+            ["data.train.text.paths=[a.txt]", "data.train.text.exclude=[a*]"],
+            r"data\.train\.text\.paths: no such file: 'a\.txt'",
+        ),
+        (["data.eval.mine.paths=[absent/**/*.txt]"], r"data\.eval\.mine\.paths: 'absent/\*\*/\*\.txt'"),
+        (["data.train.text.kind=tokens", "data.train.text.paths=[absent]"], r"data\.train\.text\.paths: .*'absent'"),
+        (["data.train.text.kind=huggingface", "data.train.text.paths=[./absent]"], r"no such data set: '\./absent'"),
+        (["data.tokenizer=absent"], r"data\.tokenizer: no such file: absent: give"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path, {"a.txt": "a"})
+    config = compose(["data=text", "data.train.text.paths=[a.txt]", *words])
+    with pytest.raises(FileNotFoundError, match=named):
+        check_inputs(config)
+
+
+def test_what_is_there_or_not_read_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path, {"a.txt": "a", "shards/b": "b", "set/c.jsonl": "{}", "tokenizer.json": "{}"})
+    check_inputs(compose(["experiment=demo"]))
+    sources = (
+        "text.paths=['*.txt']",
+        "t.kind=tokens",
+        "t.paths=[shards]",
+        "h.kind=huggingface",
+        "h.paths=[set,org/hub]",
+    )
+    words = ["data=none", "data.tokenizer=.", *(f"data.train.{source}" for source in sources)]
+    check_inputs(compose(words))
+    # An evaluation needs its own text alone.
+    evaluation = ["train.eval_only=true", "data.train.gone.paths=[absent]", "data.eval.e.paths=[a.txt]"]
+    check_inputs(compose([*words, *evaluation]))
+
+
+def test_a_missing_path_is_told_without_torch_and_leaves_no_folder(tmp_path: Path) -> None:
+    code = (
+        "import sys; from trainer.train import main\n"
+        "try: main(['experiment=demo', 'data=text', 'data.train.text.paths=[/no/such/*.txt]'])\n"
+        "except SystemExit as ended: print(ended.code, 'torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(CONFIG_DIR.parent)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "2 False\n", done.stderr
+    assert "there is no folder /no/such" in done.stderr
+    assert not list(tmp_path.iterdir())
