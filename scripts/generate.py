@@ -2,8 +2,8 @@
 
     python scripts/generate.py runs/RUN_ID --prompt "def main(" [--tokens 200] [--temperature 0.8]
 
-RUN is a run's folder, or one of its checkpoints (runs/RUN_ID/checkpoints/step_00000100). One process, on the first GPU
-if there is one; the layout that the run was trained with does not matter.
+RUN is a run's folder, the id of a run in runs/, or a checkpoint (runs/RUN_ID/checkpoints/step_00000100). One process,
+on the first GPU if there is one; the layout that the run was trained with does not matter.
 """
 
 import argparse
@@ -12,10 +12,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+# Of the runs that there are, so many are named to somebody who asked for another.
+NUM_NAMED = 5
+
 
 def main() -> int:
     """Print the continued text; returns the exit code: 0, or 2 for what cannot be read."""
     arguments = parse_arguments()
+    try:
+        folder = named_folder(arguments.run)
+    except FileNotFoundError as error:
+        return mistake(error)
+    # Importing torch takes seconds, and a mistake should not.
     import torch
 
     from trainer.build import meta_model
@@ -25,7 +33,7 @@ def main() -> int:
     from trainer.tokenizer import read_tokenizer
 
     try:
-        stored = open_checkpoint(arguments.run, notify=lambda line: print(line, file=sys.stderr))
+        stored = open_checkpoint(folder, notify=lambda line: print(line, file=sys.stderr))
         run = stored.path.parent.parent
         config = load_config(run / "config.yaml")
         tokenizer = read_tokenizer(run / "tokenizer")
@@ -44,16 +52,41 @@ def main() -> int:
             device=device,
         )
     except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return mistake(error)
     print(text)
     return 0
+
+
+def named_folder(given: Path) -> Path:
+    """The folder that is meant: `given` itself, or the run of that id.
+
+    Raises:
+        FileNotFoundError: there is neither; names the newest runs.
+    """
+    from trainer.config import RunConfig
+
+    root = Path(RunConfig().root)
+    if given.is_dir():
+        return given
+    if len(given.parts) == 1 and (root / given).is_dir():
+        return root / given
+    runs = sorted(root.glob("*/checkpoints"), key=lambda path: path.stat().st_mtime, reverse=True)
+    newest = ", ".join(path.parent.name for path in runs[:NUM_NAMED])
+    known = f"; newest in {root}/: {newest}" if newest else ""
+    meant = f"a run's folder, its id where it is in {root}/, or one of its checkpoints"
+    raise FileNotFoundError(f"{given} is not a directory: give {meant}{known}")
+
+
+def mistake(error: Exception) -> int:
+    """Say what a person can mend; returns the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Continue a text with a trained model.")
-    parser.add_argument("run", type=Path, help="a run's folder, or one of its checkpoints")
+    parser.add_argument("run", type=Path, help="a run's folder, the id of a run in runs/, or a checkpoint")
     parser.add_argument("--prompt", default="", help="the text to continue; empty starts a new document")
     parser.add_argument("--tokens", type=int, default=200, help="at most so many new tokens")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")

@@ -38,10 +38,25 @@ def test_sample_from_a_run_and_from_a_checkpoint(
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_a_run_is_found_by_its_id_and_named_to_somebody_who_errs(
+    bench: Bench, straight: list[Attempt], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(bench.folder)
+    code, out, _ = in_this_process(capsys, "straight", *GREEDY)
+    assert code == 0 and out == in_this_process(capsys, "runs/straight", *GREEDY)[1]
+    code, _, err = in_this_process(capsys, "strait", *GREEDY)
+    assert code == 2 and "newest in runs/: " in err and "straight" in err
+    program = [sys.executable, str(ROOT / "scripts" / "generate.py"), "strait"]
+    listed = subprocess.run(
+        [*program[:1], "-X", "importtime", *program[1:]], capture_output=True, text=True, timeout=60
+    )
+    assert listed.returncode == 2 and "| torch\n" not in listed.stderr
+
+
 def test_what_cannot_be_sampled_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = in_this_process(capsys, str(tmp_path / "absent"))
     assert (code, out) == (2, "")
-    assert "absent is not a directory" in err
+    assert "absent is not a directory: give a run's folder, its id" in err
     (tmp_path / "empty").mkdir()
     code, _, err = in_this_process(capsys, str(tmp_path / "empty"))
     assert code == 2 and "no complete checkpoint" in err
