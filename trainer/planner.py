@@ -36,6 +36,30 @@ MARGIN = 0.95
 NUM_CHANGES, LEAST = 3, 0.02
 # Bounds that are proposed, as multiples of what is expected.
 HEADROOM = 1.25
+# What the words of the table mean.
+MEANINGS = {
+    "weights": "parameters: this rank's share",
+    "moments": "AdamW's two running averages of each weight",
+    "exchange": "buffers through which rows travel (comms.backend=symm_mem, nvshmem)",
+    "arena": "what layers keep of rows, in one piece (comms.saved_headroom)",
+    "gradients": "summed over the ranks: this rank's share",
+    "unreduced gradients": "of the blocks just done, whole, before ranks sum them up",
+    "gathered weights": "of the blocks at work, whole, fetched from all ranks",
+    "activations": "kept by the forward pass for the backward one, one micro-batch:",
+    "block inputs": "from which blocks are computed again (activation checkpointing)",
+    "attention": "queries, keys, values and output",
+    "feed-forward": "dense layers, shared experts and their norms",
+    "router": "its input",
+    "rows": "tokens that came to this rank's experts",
+    "experts": "what these keep of their rows",
+    "products": "matrix products that are not computed again",
+    "block at work": "what one block's backward needs besides",
+    "head": "logits of one chunk of tokens, their gradients, the head's own",
+}
+READING = (
+    "at the peak: everything at the moment when the sum is largest; at most: each part at its own worst moment",
+    "peaks: loss; backward of a block (0 is the first); its reduction, when ranks sum its gradients; end of backward",
+)
 
 
 class Saving(NamedTuple):
@@ -160,17 +184,18 @@ def _written(value: Any) -> str:
 
 
 def table(plan: MemoryPlan, memory_gib: float | None) -> str:
-    """Every part in GiB: at the peak, and the most it ever takes."""
+    """Every part in GiB: at the peak, and the most it ever takes; and what it is."""
     lines = [f"  {'GiB per rank':<28}{'at the peak':>12}{'at most':>12}"]
     for part, most in plan.at_most.items():
         if not most:
             continue
-        lines.append(f"  {part:<28}{plan.at_peak.get(part, 0) / GIB:>12.2f}{most / GIB:>12.2f}")
+        lines.append(f"  {part:<28}{plan.at_peak.get(part, 0) / GIB:>12.2f}{most / GIB:>12.2f}  {MEANINGS[part]}")
         if part == "activations":
-            lines += [f"    {kind:<26}{'':>12}{size / GIB:>12.2f}" for kind, size in plan.kept.items() if size]
+            kept = {kind: size for kind, size in plan.kept.items() if size}
+            lines += [f"    {kind:<26}{'':>12}{size / GIB:>12.2f}    {MEANINGS[kind]}" for kind, size in kept.items()]
     of = "" if memory_gib is None else f"   of {memory_gib:.0f}"
     lines.append(f"  {'peak: ' + plan.moment:<28}{plan.peak / GIB:>12.2f}{of}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {said}" for said in READING)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

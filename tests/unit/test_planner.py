@@ -11,7 +11,7 @@ from comms.symmetric_memory import exchanges
 from trainer.compose import compose
 from trainer.config import Config
 from trainer.memory_plan import MemoryPlan, plan_memory
-from trainer.planner import GIB, describe, describe_memory, main, savings, warn
+from trainer.planner import GIB, MEANINGS, describe, describe_memory, main, savings, table, warn
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EXPERIMENTS = {"qwen3": "qwen3_30b_a3b_bench", "deepseek_v3": "deepseek_v3_16b_bench"}
@@ -129,6 +129,22 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "parallel.ep=7" in capsys.readouterr().err
     assert main(["experiment=qwen3_30b_a3b", "--ranks", "0"]) == 2
     assert "--ranks 0" in capsys.readouterr().err
+
+
+def test_every_word_of_the_table_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=qwen3_30b_a3b", "parallel.ep=8", "train.global_batch_size=64", "comms.backend=symm_mem"]
+    # What is compiled keeps fewer kinds.
+    words.append("parallel.compile=false")
+    parts: set[str] = set()
+    for more in ("none", "selective", "full"):
+        plan = plan_of(*words, f"parallel.activation_checkpoint={more}", ranks=64)
+        assert all(MEANINGS[part] in table(plan, None) for part, size in (plan.at_most | plan.kept).items() if size)
+        parts |= plan.at_most.keys() | plan.kept.keys()
+    parts |= plan_of("experiment=deepseek_v3_671b", "parallel.activation_checkpoint=none", ranks=64).kept.keys()
+    assert parts == MEANINGS.keys()
+    assert main(["experiment=demo", "--ranks", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "  at the peak: everything at the moment" in shown and "  peaks: loss; backward of a block" in shown
 
 
 def test_a_mistake_says_what_a_launch_says(capsys: pytest.CaptureFixture[str]) -> None:
