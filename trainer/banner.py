@@ -18,6 +18,7 @@ NOTABLE = {
     "empty_files": "empty files skipped",
     "truncated": "documents cut",
 }
+NO_EXPERIMENT = "no experiment=NAME: the defaults of configs/config.yaml, and what was given"
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
 
 
@@ -35,11 +36,13 @@ def describe_run(config: Config, folder: RunFolder, mesh: Mesh) -> str:
     length = f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens"
     sizes = ", ".join(f"{axis}={size}" for axis in AXES if (size := getattr(mesh.config, axis)) > 1)
     processes = "1 process" if mesh.world_size == 1 else f"{mesh.world_size} processes"
+    # Nobody should wait for a thousand steps that a forgotten word started.
+    config_file = "" if config.experiment or train.eval_only else f"  config  {NO_EXPERIMENT}\n"
     return (
-        f"run {folder.run_id} (attempt {folder.attempt}) in {folder.path}\n"
+        f"run {folder.run_id} ({'evaluation' if train.eval_only else f'attempt {folder.attempt}'}) in {folder.path}\n"
         f"  model   {config.model.name}: {human(total)} parameters, {human(active)} active per token\n"
         f"  layout  {processes} on {mesh.device.type}{f': {sizes}' if sizes else ''}; {config.precision.recipe}\n"
-        f"{recipe}"
+        f"{recipe}{config_file}"
         f"  length  {'an evaluation, no steps' if train.eval_only else length}"
     )
 

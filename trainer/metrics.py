@@ -90,7 +90,8 @@ class RunMetrics:
         self._known_step = self._known_tokens = 0
         self._window_step: int | None = None
         self.begin(0)
-        self.event("start", world_size=mesh.world_size, run_id=folder.run_id, device=name or "cpu")
+        kind = "evaluation" if config.train.eval_only else "start"
+        self.event(kind, world_size=mesh.world_size, run_id=folder.run_id, device=name or "cpu")
 
     # ---- measuring
 

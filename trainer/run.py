@@ -81,7 +81,7 @@ class RunFolder:
 
     path: Path
     run_id: str
-    # 1 for the first start, one more for each restart.
+    # 1 for the first start, one more for each restart; an evaluation has that of the training before it, else 0.
     attempt: int
     # The run had ended and nothing asks for more: the caller stops with exit code 0.
     finished: bool
@@ -147,7 +147,8 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     _refuse_to_evaluate_nothing(config, path)
     status = read_status(path)
     changes = _check_against_stored(config, path)
-    attempt = int(status["attempt"]) + 1 if status else 1
+    # An evaluation is no attempt: the training after it would have the same number.
+    attempt = (int(status["attempt"]) if status else 0) + (0 if config.train.eval_only else 1)
     if config.train.eval_only and (path / "config.yaml").exists():
         return RunFolder(path, path.name, attempt, finished=False, notice="")
     if status and status["state"] == "finished" and not any(change.key in ENDS for change in changes):

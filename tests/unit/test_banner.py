@@ -39,16 +39,23 @@ def test_what_was_read_is_told_and_that_nothing_is_held_out() -> None:
     assert describe_sources(counts, {}) == [f"  train    {books}", "  no held-out set: data.eval is empty"]
 
 
-def banner(precision: PrecisionConfig, **train: Any) -> list[str]:
+def banner(precision: PrecisionConfig, experiment: str | None = None, **train: Any) -> list[str]:
     folder: Any = SimpleNamespace(run_id="r", attempt=1, path=Path("runs/r"))
     mesh: Any = SimpleNamespace(config=ParallelConfig(), world_size=1, device=torch.device("cpu"))
-    config = Config(model=QWEN3, precision=precision, train=TrainConfig(**train))
+    config = Config(model=QWEN3, precision=precision, train=TrainConfig(**train), experiment=experiment)
     return describe_run(config, folder, mesh).splitlines()
 
 
 def test_an_evaluation_has_no_length() -> None:
     assert banner(PrecisionConfig(), steps=7)[-1].startswith("  length  7 steps of ")
     assert banner(PrecisionConfig(), steps=7, eval_only=True)[-1] == "  length  an evaluation, no steps"
+    assert banner(PrecisionConfig(), eval_only=True)[0] == "run r (evaluation) in runs/r"
+
+
+def test_a_run_without_an_experiment_says_so() -> None:
+    said = "  config  no experiment=NAME: the defaults of configs/config.yaml, and what was given"
+    assert said in banner(PrecisionConfig()) and said not in banner(PrecisionConfig(), experiment="demo")
+    assert said not in banner(PrecisionConfig(), eval_only=True)
 
 
 def test_a_low_precision_recipe_has_a_line_that_tells_how_it_runs_here() -> None:

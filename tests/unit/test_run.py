@@ -194,6 +194,7 @@ def test_evaluation_alone_leaves_the_run_as_it_is(config: Config) -> None:
     other_data = {"heldout": SourceConfig(paths=["c"])}
     folder = start(config, train__eval_only=True, data__eval=other_data)
     assert not folder.finished
+    assert folder.attempt == 1, "the next training is attempt 2, and this is not"
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     with pytest.raises(ValueError, match=r"model\.dim: 256 -> 128"):
         start(config, train__eval_only=True, model__dim=128)
@@ -218,7 +219,7 @@ def test_weights_from_elsewhere_are_evaluated_in_a_new_run(config: Config, sourc
     folder = start(config, train__eval_only=True, **given)
     assert not folder.finished
     # It is no run that goes on, and holds none to its settings.
-    assert read_status(folder.path) is None
+    assert read_status(folder.path) is None and folder.attempt == 0
     assert start(config, model__dim=128).attempt == 1
 
 
