@@ -1,6 +1,7 @@
 """What is logged is what the weights give: losses computed anew from a checkpoint by plain torch, and evaluation-only
 runs."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -87,6 +88,8 @@ def test_evaluation_alone_repeats_the_last_evaluation_and_changes_nothing_else(
     after = contents(run)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     assert changed == {"metrics.jsonl", "events.jsonl", "log.txt"}
+    event = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
+    assert (event["event"], event["attempt"]) == ("evaluation", 1), "the next training is attempt 2"
     (*unchanged, last), (*unchanged_now, last_now) = lines, read_metrics(run)
     assert unchanged == unchanged_now
     volatile = ("time", "attempt")
