@@ -1,4 +1,4 @@
-"""Launches of the kernels that exchange counts and rows (comms/kernels/routes.py, comms/kernels/exchange.py).
+"""Launches of the kernels that exchange counts and rows (comms/kernels/routes.py, dispatch.py and combine.py there).
 
 Every exchange has two sides: a put ends with signals to other ranks, a take begins with waits for theirs. One launch
 does both. `sides` names them, so that tests can play several ranks in one process: all puts, then all takes.
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from comms.kernels.codec import record_bytes, word_view
+from comms.kernels.combine import combine_kernel
+from comms.kernels.dispatch import dispatch_kernel
 from comms.kernels.e4m3 import can_cast
-from comms.kernels.exchange import combine_kernel, dispatch_kernel
 from comms.kernels.flags import COUNTS, RETURNS, ROWS
 from comms.kernels.routes import count_rows_kernel, counts_kernel, place_rows_kernel
 from comms.payload import BLOCK

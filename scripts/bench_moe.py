@@ -340,9 +340,6 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-# ---- the first call
-
-
 def first_calls(shape: str, side: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Seconds of the first step of a new process, with empty caches and with those it left."""
     command = [sys.executable, __file__, "--only-first-call", "--shapes", shape, "--sides", side]
