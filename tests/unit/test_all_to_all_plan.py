@@ -41,7 +41,7 @@ def worlds(draw):
     return [torch.tensor(table, dtype=torch.int64).view(-1, num_ranks) for table in tables]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(worlds())
 def test_simulated_round_trip_brings_every_sum_home(items: list[Tensor]) -> None:
     """Rank n multiplies what it gets by 10^n: every token must come back with its own sum, and nobody else's."""
