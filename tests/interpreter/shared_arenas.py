@@ -42,23 +42,30 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
-def shared_exchange(folder: Path, layout: ArenaLayout, max_tokens: int, items_per_token: int = 1) -> Exchange:
-    """Arenas in files, flags zero and rows poisoned. Collective."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+def shared_exchange(
+    folder: Path,
+    layout: ArenaLayout,
+    max_tokens: int,
+    items_per_token: int = 1,
+    group: dist.ProcessGroup | None = None,
+) -> Exchange:
+    """Arenas in files, flags zero and rows poisoned. Collective over the group; None: all processes."""
+    global_ranks = tuple(dist.get_process_group_ranks(group))
+    rank = dist.get_rank(group)
     own = torch.full((layout.num_bytes,), 255, dtype=torch.uint8)
     own[: layout.rows_at] = 0
-    own.numpy().tofile(folder / f"arena.{rank}")
-    dist.barrier()
+    own.numpy().tofile(folder / f"arena.{global_ranks[rank]}")
+    dist.barrier(group)
     arenas = [
         torch.from_file(str(folder / f"arena.{other}"), shared=True, size=layout.num_bytes, dtype=torch.uint8)
-        for other in range(num_ranks)
+        for other in global_ranks
     ]
     return register(
         Exchange(
             name="shared",
             layout=layout,
             rank=rank,
-            global_ranks=tuple(range(num_ranks)),
+            global_ranks=global_ranks,
             max_tokens=max_tokens,
             items_per_token=items_per_token,
             arena=arenas[rank],
