@@ -66,9 +66,9 @@ def layer_pass(
     exchange: Exchange | None, chunks: int, tokens: list[int], mode: str = "none", **options: Any
 ) -> list[Tensor]:
     """Output and every gradient of two calls of a layer, both alive at once."""
-    payload = options.pop("payload", Payload())
+    payloads = options.pop("payloads", (Payload(), Payload()))
     layer = build_layer(exchange, chunks, **options)
-    layer.dispatch_payload = layer.combine_payload = payload
+    layer.dispatch_payload, layer.combine_payload = payloads
     wrapped = apply_activation_checkpoint(layer, mode)
     generator = torch.Generator().manual_seed(dist.get_rank())
     num_tokens = tokens[dist.get_rank()]
@@ -111,10 +111,18 @@ def equal_for_every_number_of_chunks(exchange: Exchange) -> None:
 
 
 def coded_rows_travel_in_chunks_too(exchange: Exchange) -> None:
-    tokens, payload = [MAX_TOKENS, 7, 1], Payload("mxfp8", "mxfp8")
-    theirs = layer_pass(None, 1, tokens, payload=payload)
+    tokens, payloads = [MAX_TOKENS, 7, 1], (Payload("mxfp8", "mxfp8"),) * 2
+    theirs = layer_pass(None, 1, tokens, payloads=payloads)
     for chunks in (1, 3):
-        assert_close(layer_pass(exchange, chunks, tokens, payload=payload), theirs, 1e-6)
+        assert_close(layer_pass(exchange, chunks, tokens, payloads=payloads), theirs, 1e-6)
+
+
+def each_way_is_coded_as_asked(exchange: Exchange) -> None:
+    """Rows otherwise than gradients, alike in both directions and then not: no two of the four can be mistaken."""
+    tokens, coded_rows, coded_grads = [MAX_TOKENS, 7, 1], Payload("mxfp8", "model"), Payload("model", "mxfp8")
+    for payloads in ((coded_rows, coded_rows), (coded_grads, coded_rows)):
+        theirs = layer_pass(None, 1, tokens, payloads=payloads)
+        assert_close(layer_pass(exchange, 2, tokens, payloads=payloads), theirs, 1e-6)
 
 
 def nothing_is_sent_again_by_a_recomputation(exchange: Exchange) -> None:
@@ -233,6 +241,7 @@ CHECKS = {
     2: (
         equal_for_every_number_of_chunks,
         coded_rows_travel_in_chunks_too,
+        each_way_is_coded_as_asked,
         nothing_is_sent_again_by_a_recomputation,
         fewer_pairs_than_come_are_noted,
         a_compiled_graph_is_whole,
