@@ -126,7 +126,7 @@ def check_dispatch(pattern_name: str, width: int, dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_rows_arrive_once_per_token_and_rank_in_order(pattern: str, num_ranks: int) -> None:
     # An odd width in bf16: nothing after the row is aligned.
     run_workers(check_dispatch, num_ranks, pattern, 5, torch.bfloat16)
@@ -171,7 +171,7 @@ def check_round_trip(pattern_name: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_round_trip_and_its_gradients_equal_work_done_at_home(pattern: str, num_ranks: int) -> None:
     run_workers(check_round_trip, num_ranks, pattern)
 
