@@ -230,6 +230,30 @@ def test_a_compiled_layer_equals_an_eager_one() -> None:
     assert max(run_workers(compiled, 2)) <= BOUNDS[torch.float64]
 
 
+def largest_saved(min_rows: int) -> tuple[int, int]:
+    """Bytes of the largest memory that forward keeps for backward, and of this rank's rows."""
+    x = random_tensor(2, 64, 5, dtype=torch.float64)
+    weights = [random_tensor(4 + index, 5, dtype=torch.float64, seed=index + 1) for index in range(3)]
+    sizes: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        # What a view is a part of stays alive, too.
+        sizes.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        all_gather_matmul(x, weights, 1, world(), min_rows)
+    return max(sizes), x.untyped_storage().nbytes()
+
+
+def test_gathered_rows_are_not_kept_for_backward() -> None:
+    for saved, own in run_workers(largest_saved, 3, ALWAYS):
+        assert saved == own
+    # The plain path keeps them: the hook sees what there is.
+    for saved, own in run_workers(largest_saved, 3, NEVER):
+        assert saved == 3 * own
+
+
 def many_rounds_with_delays(rounds: int) -> int:
     """Ranks wait for random times before and between; how many results were wrong."""
     chooser, wrong = random.Random(dist.get_rank()), 0

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from comms import async_tp
+from comms.shard_transport import Messages
+from moe.linear_maps import local
 from parallel.async_tp import AsyncChoice, connect_async_tp
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
@@ -92,6 +94,44 @@ def test_case_63_a_run_says_how_many_matmuls_are_fused(name: str) -> None:
     for choice, said, num_fused, num_plain in run_workers(told_and_called, 2, name, NATIVE.parallel):
         assert f"native: {choice.num_fused} matmuls fused" in said
         assert choice.num_fused == num_fused > 0 == num_plain
+
+
+def gathers_of_blocks() -> tuple[list[list[list[str]]], int]:
+    """Of each block of a forward, the maps of each of its fused calls; and how many gathers there were in all."""
+    model, config = build(replace(MODELS["qwen3"], num_dense_layers=1, ffn_dim=48), NATIVE.parallel)
+    mesh, found, gathers = build_mesh(NATIVE.parallel, torch.device("cpu")), [], []
+    fused, gather = async_tp.all_gather_matmul, Messages.gather
+    names: dict[int, str] = {}
+
+    def enter(block, _) -> None:
+        found.append([])
+        linears = [(n, m) for n, m in block.named_modules() if isinstance(m, torch.nn.Linear)]
+        names.update({local(linear.weight).data_ptr(): name for name, linear in linears})
+
+    def record(x, weights, *rest, **more):
+        found[-1].append([names[weight.data_ptr()] for weight in weights])
+        return fused(x, weights, *rest, **more)
+
+    def count(self, *given, **named):
+        gathers.append(None)
+        return gather(self, *given, **named)
+
+    for block in model.layers.values():
+        block.register_forward_pre_hook(enter)
+    with (
+        patch("parallel.tensor_parallel.all_gather_matmul", record),
+        patch.object(Messages, "gather", count),
+        torch.no_grad(),
+    ):
+        forward(model, synthetic_batches(config, mesh, 0)[0], mesh.device, True)
+    return found, len(gathers)
+
+
+def test_maps_of_the_same_tokens_share_one_gather() -> None:
+    attention = ["attention.wq", "attention.wk", "attention.wv"]
+    # A dense block, and one whose experts take each rank's own tokens.
+    expected = [[attention, ["feed_forward.w_gate", "feed_forward.w_up"]], [attention]]
+    assert run_workers(gathers_of_blocks, 2) == [(expected, 3)] * 2
 
 
 def refusal(mode: str, on_gpu: bool) -> str:
