@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from comms.payload import Payload
-from comms.symmetric_memory import Exchange, register
+from comms.symmetric_memory import Exchange, exposed_seconds, register
 from moe.config import MoEConfig
 from moe.layer import MoE
 from parallel.activation_checkpoint import apply_activation_checkpoint
@@ -32,8 +32,8 @@ COMMUNICATION = ("dispatch_kernel", "combine_kernel")
 PRODUCTS = ("up_kernel", "rows_kernel", "weight_grad_kernel")
 
 
-def exchange_of(device: torch.device, width: int = WIDTH) -> Exchange:
-    return make_exchange(device, MAX_TOKENS, width, timeout=60, max_chunks=max(CHUNKS))
+def exchange_of(device: torch.device, width: int = WIDTH, measure: bool = False) -> Exchange:
+    return make_exchange(device, MAX_TOKENS, width, timeout=60, measure=measure, max_chunks=max(CHUNKS))
 
 
 def build_layer(
@@ -124,6 +124,23 @@ def streams_do_not_overtake_each_other(device: torch.device) -> None:
         ours = layer_pass(device, exchange, chunks, 1500)
         assert all(torch.equal(a, b) for a, b in zip(ours, expected[chunks], strict=True)), step
     exchange.check()
+
+
+def measuring_changes_no_bits(device: torch.device) -> None:
+    """Nor is the time that devices stood still for rows nothing, or told twice."""
+    plain = exchange_of(device)
+    expected = {chunks: layer_pass(device, plain, chunks, 2000) for chunks in CHUNKS}
+    torch.cuda.synchronize()
+    assert plain.waits is None and exposed_seconds() == 0
+    measured = exchange_of(device, measure=True)
+    for chunks in CHUNKS:
+        ours = layer_pass(device, measured, chunks, 2000)
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected[chunks], strict=True)), chunks
+        # Only what has ended has a duration.
+        torch.cuda.synchronize()
+        assert exposed_seconds() > 0, chunks
+        assert exposed_seconds() == 0
+    measured.check()
 
 
 def the_host_waits_for_nothing(device: torch.device) -> None:
@@ -231,6 +248,7 @@ CHECKS: list[Check] = [
     coded_rows_travel_in_chunks_too,
     checkpointing_changes_nothing,
     streams_do_not_overtake_each_other,
+    measuring_changes_no_bits,
     an_arena_changes_nothing,
     an_arena_asks_the_host_for_nothing,
     the_host_waits_for_nothing,

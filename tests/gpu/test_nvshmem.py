@@ -123,11 +123,11 @@ def no_collective_is_called(device: torch.device) -> None:
     assert int(exchange.state) == 5
 
 
-def a_few_hundred_rounds_with_delays(device: torch.device) -> None:
+def a_thousand_rounds_with_delays(device: torch.device) -> None:
     """Inputs and tables are used again while the other rank may be late: it must have read them by then."""
     exchange, chooser = make(device), random.Random(dist.get_rank())
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    for step in range(300):
+    for step in range(1000):
         given = inputs(device, chooser.randrange(300) * (step % 11 > 0), step, 64, ("random", "last")[step % 5 == 0])
         expected = collective_round_trip(None, given)[:3]
         if chooser.random() < 0.5:
@@ -243,7 +243,7 @@ CHECKS: dict[str, Check] = {
         a_layer_equals_that_of_the_collective_backend,
         overflow_is_noted,
         compiled_chain_of_two_dispatches,
-        a_few_hundred_rounds_with_delays,
+        a_thousand_rounds_with_delays,
         capturing_is_refused,
     )
 }

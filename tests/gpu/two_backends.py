@@ -23,13 +23,14 @@ def make_exchange(
     width: int = WIDTH,
     timeout: float = 20,
     piece_bytes: int | None = None,
+    measure: bool = False,
     **bounds: Any,
 ) -> Exchange:
     layout = plan_layout(NUM_RANKS, max_tokens, TOP_K, width * 4, 8 * TOP_K, **bounds)
     group = dist.group.WORLD
     assert group is not None
     exchange = create_exchange(
-        group, device, layout, max_tokens, timeout, describe_tag=describe_tag, piece_bytes=piece_bytes
+        group, device, layout, max_tokens, timeout, describe_tag=describe_tag, piece_bytes=piece_bytes, measure=measure
     )
     # Rows begin as NaN, and ids as -1.
     exchange.arena[layout.rows_at :] = 255
