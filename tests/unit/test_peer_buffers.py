@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from comms import shard_transport
-from comms.async_tp import _multiply_arrivals, _scatter_products
+from comms.async_tp import _scatter_products
 from comms.peer_buffers import Lane, PeerBuffers
+from comms.products import PlainProduct
 from comms.shard_transport import cut
 
 
@@ -79,14 +80,17 @@ def test_lanes_of_buffers_compute_the_same(size: int) -> None:
                 whole = shards.transpose(0, 1).flatten(1, 2)
                 inbox = ranks[rank].gather(shards[rank], needs_whole=True)
                 time.sleep(chooser.random() * 0.01)
-                products = _scatter_products(ranks[rank], [wide[rank]], [down[rank].t()], shards[rank])
+                given = [wide[rank]], [down[rank].t()], [PlainProduct()], down[rank].shape[0], shards[rank]
+                products = _scatter_products(ranks[rank], *given)
                 time.sleep(chooser.random() * 0.01)
-                (gathered,) = _multiply_arrivals(inbox, size, shards[rank], [up[rank]])
+                gathered = whole.new_empty(*whole.shape[:2], up[rank].shape[1])
+                for rows, block in inbox.blocks():
+                    PlainProduct().multiply(block, up[rank], gathered[:, rows])
                 torch.testing.assert_close(gathered, whole @ up[rank], rtol=1e-12, atol=1e-12)
                 assert torch.equal(inbox.whole(), whole)
                 inbox.close()
-                rows = shards.shape[2]
-                parts = [(wide[r] @ down[r].t())[:, rank * rows : (rank + 1) * rows] for r in range(size)]
+                count = shards.shape[2]
+                parts = [(wide[r] @ down[r].t())[:, rank * count : (rank + 1) * count] for r in range(size)]
                 torch.testing.assert_close(products, sum(parts), rtol=1e-12, atol=1e-12)
         except BaseException as error:
             failures.append((rank, repr(error)))
