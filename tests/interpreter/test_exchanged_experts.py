@@ -39,7 +39,7 @@ from trainer.parity import full_tensors, synthetic_batches
 from trainer.step import train_step
 
 MAX_TOKENS, WIDTH, HIDDEN, TOP_K, EXPERTS_PER_RANK = 12, 16, 16, 2, 3
-CHUNKS = (1, 2, 3, 5)
+CHUNKS = (1, 2, 5)
 
 
 def build_layer(exchange: Exchange | None, chunks: int, shared: bool = True, **options: Any) -> MoE:
