@@ -193,17 +193,17 @@ def gather_matmul_backward(
     needs_weights: list[bool],
 ) -> list[Tensor]:
     """Gradients of x and of every weight; empty where not needed."""
-    grads, multiply = [grad.contiguous() for grad in grads], _divided(products)
+    grads, multiplying = [grad.contiguous() for grad in grads], _divided(products)
     transport = _transport(x_ORX, group_name)
     found = [x_ORX.new_empty(0) for _ in range(1 + len(weights))]
     # The shards travel again while dx is computed.
     with _maybe_gathered(transport, x_ORX, any(needs_weights)) as inbox:
         if needs_x:
-            prepared = [product.weight_transposed(weight) for product, weight in zip(multiply, weights, strict=True)]
-            found[0] = _scatter_products(transport, grads, prepared, multiply, x_ORX.shape[2], x_ORX)
+            prepared = [product.weight_transposed(weight) for product, weight in zip(multiplying, weights, strict=True)]
+            found[0] = _scatter_products(transport, grads, prepared, multiplying, x_ORX.shape[2], x_ORX)
         if inbox is not None:
             whole = inbox.whole().flatten(0, 1)
-            for number, (product, grad, needed) in enumerate(zip(multiply, grads, needs_weights, strict=True)):
+            for number, (product, grad, needed) in enumerate(zip(multiplying, grads, needs_weights, strict=True)):
                 if needed:
                     found[1 + number] = product.weight_gradient(grad.flatten(0, 1), whole)
     return found
@@ -212,9 +212,9 @@ def gather_matmul_backward(
 @operator("matmul_scatter")
 def matmul_scatter(x_OCX: Tensor, weight_YX: Tensor, group_name: str, product: str) -> Tensor:
     """(O, R, Y): this rank's rows of the sum over ranks."""
-    transport, (multiply,) = _transport(x_OCX, group_name), _divided(product)
-    prepared, width = [multiply.weight(weight_YX)], weight_YX.shape[0]
-    return _scatter_products(transport, [x_OCX.contiguous()], prepared, [multiply], width, x_OCX)
+    transport, found = _transport(x_OCX, group_name), find_product(product)
+    prepared, width = [found.weight(weight_YX)], weight_YX.shape[0]
+    return _scatter_products(transport, [x_OCX.contiguous()], prepared, [found], width, x_OCX)
 
 
 @operator("matmul_scatter_backward")
@@ -228,16 +228,16 @@ def matmul_scatter_backward(
     needs_weight: bool,
 ) -> list[Tensor]:
     """Gradients of x and of the weight, of one gather; empty where not needed."""
-    transport, (multiply,) = _transport(x_OCX, group_name), _divided(product)
+    transport, multiplying = _transport(x_OCX, group_name), find_product(product)
     found = [grad_ORY.new_empty(0), grad_ORY.new_empty(0)]
     with _maybe_gathered(transport, grad_ORY, needs_x or needs_weight, needs_whole=needs_weight) as inbox:
         if inbox is not None and needs_x:
-            prepared = multiply.weight_transposed(weight_YX)
+            prepared = multiplying.weight_transposed(weight_YX)
             found[0] = grad_ORY.new_empty(*x_OCX.shape)
             for rows, block in inbox.blocks():
-                multiply.multiply(block, prepared, found[0][:, rows])
+                multiplying.multiply(block, prepared, found[0][:, rows])
         if inbox is not None and needs_weight:
-            found[1] = multiply.weight_gradient(inbox.whole().flatten(0, 1), x_OCX.contiguous().flatten(0, 1))
+            found[1] = multiplying.weight_gradient(inbox.whole().flatten(0, 1), x_OCX.contiguous().flatten(0, 1))
     return found
 
 

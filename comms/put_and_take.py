@@ -178,10 +178,10 @@ def move_there(
     weight_words = words_of(weights_TK)
     row_words = record_bytes(width, BLOCK) // 4 if is_coded else rows.shape[1]
     _check_sizes(exchange, row_words, weight_words.shape[1] + num_ids)
-    put = _put_programs(exchange, 4 * row_words * tokens_NT.numel(), beside, CODED_CTAS if is_coded else None)
+    piece_bytes, most = _sizes_of(is_coded)
+    put = _put_programs(exchange, 4 * row_words * tokens_NT.numel(), beside, most)
     parts = max(BESIDE_PARTS if beside == Beside.PRODUCTS else 1, CODED_PARTS if is_coded else 1)
     part_rows = max(PART_BYTES * parts // (4 * row_words), 1)
-    most = CODED_PIECE_BYTES if is_coded else PIECE_BYTES
     take = _take_programs(exchange, put, -(-num_rows // part_rows), beside)
     put, take = put * sides[0], take * sides[1]
     with _on(exchange):
@@ -190,7 +190,7 @@ def move_there(
             routes, totals, out_rows, words_of(out.weights_RK), out.ids_RK, base,
             exchange.rank, tag, exchange.limit, put, tokens_NT.shape[1], num_rows,
             exchange.layout.rows_at, exchange.layout.side_at,
-            **_channel(exchange, ROWS), **_piece_rows(exchange, 4 * row_words, most), PART_ROWS=part_rows,
+            **_channel(exchange, ROWS), **_piece_rows(exchange, 4 * row_words, piece_bytes), PART_ROWS=part_rows,
             WORDS=row_words, WEIGHT_WORDS=weight_words.shape[1], NUM_IDS=num_ids,
             WIDTH=width, CODE_BLOCK=BLOCK if is_coded else 0, NUMBERS=CODED_NUMBERS,
             VECTOR=16 // rows.element_size(), CAST=can_cast(x_TD),
@@ -237,14 +237,8 @@ def move_back(
     _check_sizes(exchange, row_words, side_words.shape[1])
     begin, end = tokens or (0, num_tokens)
     more = BESIDE_TOKENS if beside == Beside.PRODUCTS else 1
-    most = (
-        (SUM_PIECE_BYTES, SUM_CTAS)
-        if num_slots
-        else (CODED_PIECE_BYTES, CODED_CTAS)
-        if is_coded
-        else (PIECE_BYTES, None)
-    )
-    put = _put_programs(exchange, 4 * row_words * num_rows, beside, most[1])
+    piece_bytes, most = _sizes_of(is_coded, num_slots > 0)
+    put = _put_programs(exchange, 4 * row_words * num_rows, beside, most)
     take = _take_programs(exchange, put, -(-(end - begin) // (SUM_TOKENS * more)), beside)
     put, take = put * sides[0], take * sides[1]
     with _on(exchange):
@@ -253,7 +247,7 @@ def move_back(
             out_TD, side_TK,
             exchange.rank, tag, exchange.limit, put, num_tokens, begin, end,
             exchange.layout.returns_at, exchange.layout.return_side_at,
-            **_channel(exchange, RETURNS), **_piece_rows(exchange, 4 * row_words, most[0]),
+            **_channel(exchange, RETURNS), **_piece_rows(exchange, 4 * row_words, piece_bytes),
             WORDS=row_words, SIDE_WORDS=side_words.shape[1], SIDE_UNIT=math.gcd(side_words.shape[1], 4),
             WIDTH=width, COLUMNS=columns, CODE_BLOCK=BLOCK if is_coded else 0, NUMBERS=CODED_NUMBERS,
             VECTOR=16 // out_TD.element_size(), CAST=can_cast(out_TD),
@@ -296,15 +290,22 @@ def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def _sizes_of(is_coded: bool, is_sum: bool = False) -> tuple[int, int]:
+    """Bytes of a piece, and the most programs that put: by what making a row takes."""
+    if is_sum:
+        return SUM_PIECE_BYTES, SUM_CTAS
+    return (CODED_PIECE_BYTES, CODED_CTAS) if is_coded else (PIECE_BYTES, MAX_CTAS)
+
+
 def _piece_rows(exchange: Exchange, row_bytes: int, most: int) -> dict[str, int]:
     """Rows of a piece, at most and at least; alike on every rank."""
     most, least = exchange.piece_bytes or most, exchange.piece_bytes or LEAST_PIECE_BYTES
     return {"PIECE_ROWS": max(most // row_bytes, 1), "LEAST_ROWS": max(least // row_bytes, 1)}
 
 
-def _put_programs(exchange: Exchange, num_bytes: int, beside: Beside, most: int | None = None) -> int:
+def _put_programs(exchange: Exchange, num_bytes: int, beside: Beside, most: int) -> int:
     """Few enough to leave multiprocessors to others."""
-    programs = exchange.num_ctas or max(1, min(most or MAX_CTAS, num_bytes // BYTES_PER_CTA))
+    programs = exchange.num_ctas or max(1, min(most, num_bytes // BYTES_PER_CTA))
     if beside == Beside.PRODUCTS:
         programs = min(programs, beside_programs(exchange.num_ranks)[0])
     # Turns go round the other ranks: every program is to come to all of them, or some would have more to do.
