@@ -46,6 +46,8 @@ SHAPES = {
 }
 TINY = Shape(64, 32, 16, 8, 2)
 ROUTINGS = ("balanced", "zipf")
+# (rows, columns, whether two warpgroups take turns): what sonic-moe may choose from on Hopper.
+SONICMOE_TILES = ((128, 256, False), (128, 192, True), (256, 128, False))
 # Logits per unit of x: columns that carry logits are about as large as the others.
 LOGIT_SCALE = 5.0
 
@@ -248,6 +250,7 @@ def choose(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor]
 
 def _sonicmoe(problem: Problem, compiled: bool) -> Side:
     """sonic-moe 0.1.2: gate and up rows take turns; it cannot be compiled and tunes its kernels itself."""
+    _leave_few_tiles()
     from sonicmoe.enums import ActivationType  # pyright: ignore[reportMissingImports]
     from sonicmoe.functional import moe_TC_softmax_topk_layer  # pyright: ignore[reportMissingImports]
 
@@ -264,6 +267,16 @@ def _sonicmoe(problem: Problem, compiled: bool) -> Side:
 
     to_ours = {"router": _same, "w_gate_up": lambda g: g.view(E, F, 2, D).transpose(1, 2), "w_down": _same}
     return Side(forward, weights, to_ours)
+
+
+def _leave_few_tiles() -> None:
+    """sonic-moe's tuner times some of its tiles only: all of them take minutes for each shape."""
+    from quack import gemm_config  # pyright: ignore[reportMissingImports]
+
+    every = gemm_config._get_sm90_configs
+    gemm_config._get_sm90_configs = lambda *kinds: [
+        config for config in every(*kinds) if (config.tile_m, config.tile_n, config.pingpong) in SONICMOE_TILES
+    ]
 
 
 def _liger(problem: Problem, compiled: bool) -> Side:
