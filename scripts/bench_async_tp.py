@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -135,6 +136,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-block", action="store_true", help="leave the blocks of a model out")
     parser.add_argument("--eager", action="store_true", help="do not compile the blocks of a model")
+    parser.add_argument("--trace", type=Path, help="folder for profiler traces of the blocks, one per mode, of rank 0")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--out", type=Path, help="default: benchmarks/async_tp_CARD.json; none for a dry run")
     parser.add_argument("--commit", help="commit to note; default: asked from git")
@@ -372,9 +374,24 @@ def measure_blocks(arguments: argparse.Namespace, device: torch.device) -> dict[
             model.zero_grad(set_to_none=True)
 
         calls = 1 if arguments.dry_run else 5
+        if arguments.trace is not None:
+            trace_step(step, arguments.trace / f"blocks_{mode}.json.gz")
         rounds = [seconds_of(step, device, calls) for _ in range(arguments.rounds + 1)][1:]
         found[mode] = 1e3 * max_over_ranks(statistics.median(rounds))
     return found
+
+
+def trace_step(step: Callable[[], None], path: Path) -> None:
+    """A profiler's trace of one step, the second one, written by rank 0; chrome://tracing and Perfetto show it."""
+    step()
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with profile(activities=kinds) as trace:
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(path))
 
 
 if __name__ == "__main__":

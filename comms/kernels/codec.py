@@ -259,14 +259,14 @@ def _dequantize_triton(values: Tensor, scales: Tensor, out: Tensor, row_block: i
     if values.numel() == 0:
         return
     values = (values if values.stride(-1) == 1 else values.contiguous()).view(torch.uint8)
-    scales = scales if scales.stride(-1) == 1 else scales.contiguous()
     out = word_view(out)
     tile_rows, tile_columns = _tile(width, 1, block)
     grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(width, tile_columns), num)
     with torch.cuda.device(values.device) if values.is_cuda else torch.no_grad():
         _dequantize_kernel[grid](
             *(values, scales, out, rows, width),
-            *(values.stride(0), values.stride(1), scales.stride(0), scales.stride(1), out.stride(0), out.stride(1)),
+            *(values.stride(0), values.stride(1), scales.stride(0), scales.stride(1), scales.stride(2)),
+            *(out.stride(0), out.stride(1)),
             **_constants(row_block, block, tile_rows, tile_columns, out),
         )
 
@@ -342,6 +342,7 @@ def _dequantize_kernel(
     values_row,
     scales_matrix,
     scales_row,
+    scales_column,
     out_matrix,
     out_row,
     ROW_BLOCK: tl.constexpr,
@@ -361,7 +362,7 @@ def _dequantize_kernel(
     block = first * BLOCKS + tl.arange(0, BLOCKS)
     inside = (row < rows)[:, None] & (column < width)
     code = tl.load(values + matrix * values_matrix + row[:, None] * values_row + column, mask=inside, other=0)
-    at = scales + matrix * scales_matrix + (row // ROW_BLOCK)[:, None] * scales_row + block[None, :]
+    at = scales + matrix * scales_matrix + (row // ROW_BLOCK)[:, None] * scales_row + block[None, :] * scales_column
     scale = tl.load(at, mask=(row < rows)[:, None] & (block * BLOCK < width)[None, :], other=0)
     word = decode(tl.reshape(code, [TILE_ROWS, BLOCKS, BLOCK]), scale[:, :, None], out.dtype.element_ty, CAST)
     word = tl.reshape(word, [TILE_ROWS, TILE_COLUMNS])

@@ -37,7 +37,7 @@ BLOCK = 32
 # gives each thread 64 elements, whose words, codes and scales fit in its registers.
 GROUP_COLUMNS = 64
 COLUMNS_TILE = (8, 1, 8, 4)
-BOTH_TILE = (4, 1, 4, 1)
+BOTH_TILE = (2, 1, 2, 1)
 
 
 def num_places(num_pairs: int, num_experts: int, align: int) -> int:
@@ -107,7 +107,7 @@ def quantize_columns(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor
         values (..., D, Q) in e4m3, scales (..., D, Q / 32) in uint8.
     """
     if not _on_triton(x):
-        return quantize_reference(gather_places(x, places_Q).transpose(-1, -2), 1, BLOCK)
+        return _quantize_reference(gather_places(x, places_Q).transpose(-1, -2))
     outputs = _empty_columns(x, places_Q)
     _launch(x, places_Q, (), outputs)
     return outputs
@@ -118,7 +118,7 @@ def _empty_columns(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor]:
     width, size = x.shape[-1], x.shape[-2] if places_Q is None else places_Q.shape[0]
     _check(x, places_Q, size)
     values = x.new_empty(*x.shape[:-2], width, size, dtype=torch.float8_e4m3fn)
-    return values, x.new_empty(*x.shape[:-2], width, size // BLOCK, dtype=torch.uint8)
+    return values, _empty_scales(values)
 
 
 @operator("quantize_both")
@@ -130,7 +130,7 @@ def quantize_both(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor, T
     """
     if not _on_triton(x):
         rows = gather_places(x, places_Q)
-        return (*quantize_reference(rows, 1, BLOCK), *quantize_reference(rows.transpose(-1, -2), 1, BLOCK))
+        return (*_quantize_reference(rows), *_quantize_reference(rows.transpose(-1, -2)))
     outputs = _empty_both(x, places_Q)
     _launch(x, places_Q, outputs[:2], outputs[2:])
     return outputs
@@ -141,7 +141,18 @@ def _empty_both(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor, Ten
     columns, column_scales = _empty_columns(x, places_Q)
     *matrices, width, size = columns.shape
     rows = x.new_empty(*matrices, size, width, dtype=torch.float8_e4m3fn)
-    return rows, x.new_empty(*matrices, size, -(-width // BLOCK), dtype=torch.uint8), columns, column_scales
+    return rows, _empty_scales(rows), columns, column_scales
+
+
+def _empty_scales(values: Tensor) -> Tensor:
+    """Room for scales, those of a block of columns one behind the other."""
+    *matrices, rows, width = values.shape
+    return values.new_empty(*matrices, -(-width // BLOCK), rows, dtype=torch.uint8).transpose(-1, -2)
+
+
+def _quantize_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scales = quantize_reference(x, 1, BLOCK)
+    return values, _empty_scales(values).copy_(scales)
 
 
 def gather_places(x: Tensor, places_Q: Tensor | None) -> Tensor:
@@ -231,41 +242,42 @@ def _gathered_kernel(
     word = tl.load(at, mask=(row >= 0) & (column < width), other=0)
     # Rows first: so ordered, fewer registers are alive at once.
     if ROWS:
-        _store_rows(word, row_values, row_scales, matrix * size, place, column, first_column, size, width, CAST)
-    _store_columns(word, values, scales, matrix * width, first_place, first_column, size, width, CAST)
+        _store_rows(word, row_values, row_scales, matrix, place, column, first_column, size, width, CAST)
+    _store_columns(word, values, scales, matrix, first_place, first_column, size, width, CAST)
 
 
 @triton.jit
-def _store_rows(word, values, scales, start, place, column, first_column, size, width, CAST: tl.constexpr):
-    """Code the tile in blocks along the rows; `start` is the matrix's first row."""
+def _store_rows(word, values, scales, matrix, place, column, first_column, size, width, CAST: tl.constexpr):
+    """Code the tile in blocks along the rows."""
     BLOCKS: tl.constexpr = word.shape[4] // 32
     words = tl.reshape(word, [word.shape[0], word.shape[1], word.shape[2], word.shape[3], BLOCKS, 32])
     scale = scale_byte(tl.max(absolute(words), axis=5), word.dtype)
     code = tl.reshape(encode(words, scale[:, :, :, :, :, None], CAST), word.shape)
-    row = (start + place).to(tl.int64)
+    row = (matrix * size + place).to(tl.int64)
     tl.store(values + row * width + column, code, mask=(place < size) & (column < width))
     block = BLOCKS * tl.arange(0, word.shape[2])[:, None, None] + tl.arange(0, BLOCKS)[None, None, :]
     block = (first_column // 32 + block)[None, None, :, :, :]
-    at = scales + row * tl.cdiv(width, 32) + block
+    at = scales + (matrix * tl.cdiv(width, 32) + block) * size + place
     tl.store(at, scale.to(tl.uint8), mask=(place < size) & (block * 32 < width))
 
 
 @triton.jit
-def _store_columns(word, values, scales, start, first_place, first_column, size, width, CAST: tl.constexpr):
-    """Code the tile in blocks along the places and transpose it; `start` is the matrix's first row of columns."""
+def _store_columns(word, values, scales, matrix, first_place, first_column, size, width, CAST: tl.constexpr):
+    """Code the tile in blocks along the places and transpose it."""
     BLOCKS: tl.constexpr = word.shape[1]
     TILE_COLUMNS: tl.constexpr = word.shape[2] * word.shape[4]
     # A maximum within the thread, then one over its neighbours.
     scale = scale_byte(tl.max(tl.max(absolute(word), axis=3), axis=0), word.dtype)
     code = encode(_four_rows_together(word), scale[None, :, :, None, :, None, None], CAST)
     code = tl.reshape(tl.permute(code, (2, 4, 1, 0, 3, 5, 6)), [TILE_COLUMNS, BLOCKS * 32])
-    column = first_column + tl.arange(0, TILE_COLUMNS)[:, None]
+    column = first_column + tl.arange(0, TILE_COLUMNS)
     place = first_place + tl.arange(0, BLOCKS * 32)[None, :]
-    row = (start + column).to(tl.int64)
-    tl.store(values + row * size + place, code, mask=(column < width) & (place < size))
-    scale = tl.reshape(tl.permute(scale.to(tl.uint8), (1, 2, 0)), [TILE_COLUMNS, BLOCKS])
-    block = first_place // 32 + tl.arange(0, BLOCKS)[None, :]
-    tl.store(scales + row * (size // 32) + block, scale, mask=(column < width) & (block * 32 < size))
+    row = (matrix * width + column[:, None]).to(tl.int64)
+    tl.store(values + row * size + place, code, mask=(column < width)[:, None] & (place < size))
+    scale = tl.reshape(scale.to(tl.uint8), [BLOCKS, TILE_COLUMNS])
+    block = first_place // 32 + tl.arange(0, BLOCKS)[:, None]
+    at = scales + (matrix * (size // 32) + block) * width + column[None, :]
+    tl.store(at, scale, mask=(column < width)[None, :] & (block * 32 < size))
 
 
 @triton.jit
