@@ -206,7 +206,7 @@ def coded_act(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: st
     if P:
         act_kernel[(triton.cdiv(P, ACT_ROWS) * triton.cdiv(F, ACT_COLUMNS),)](
             h_PH, weights_P, offsets_E, values_PF.view(torch.uint8), scales_PS, F, offsets_E.shape[0],
-            ROWS=ACT_ROWS, BLOCK=ACT_COLUMNS, CAST=can_cast(h_PH), **activation_of(activation),
+            ROWS=ACT_ROWS, BLOCK=ACT_COLUMNS, CAST=can_cast(h_PH), **activation_of(activation, h_PH),
         )  # fmt: skip
     return values_PF, scales_PS
 

@@ -15,8 +15,10 @@ E experts, C chunks, S = C * E, I and O in- and out-features.
 # Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
 # pyright: basic, reportArgumentType=false
 
+import os
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
@@ -50,7 +52,7 @@ def launch_up(
     up_kernel[num_programs(rows_RD, spare)](
         rows_RD, rows_P, weights_P, w_desc, b_E2F, ends_S, h_PH, a_PF, kept, D, F, E, chunk * E,
         EXPERTS=triton.next_power_of_2(E), HAS_BIAS=b_E2F is not None, EVEN_K=D % tile.k == 0, PARTS=tile.parts,
-        **activation_of(activation), **_launch(rows_RD, tile, spare),
+        **activation_of(activation, rows_RD), **_launch(rows_RD, tile, spare),
         KEEPS=keeps_hidden and kept is not None,
     )  # fmt: skip
 
@@ -93,7 +95,7 @@ def launch_act_grad(
     if num_pairs:
         act_grad_kernel[(triton.cdiv(num_pairs, ACT_ROWS),)](
             da_PF, weights_P, ends_S, h_PH, dh_PH, values, scales, dots_P, kept, F, num_experts, chunk * num_experts,
-            ROWS=ACT_ROWS, BLOCK=block, CODED=coded is not None, CAST=can_cast(h_PH), **activation_of(activation),
+            ROWS=ACT_ROWS, BLOCK=block, CODED=coded is not None, CAST=can_cast(h_PH), **activation_of(activation, h_PH),
             KEEPS=keeps_hidden and kept is not None,
         )  # fmt: skip
 
@@ -121,9 +123,10 @@ def num_programs(tensor: Tensor, spare: int = 0) -> tuple[int]:
     return (max(num_processors(tensor.device) - spare, 1) if tensor.is_cuda else 3,)
 
 
-def activation_of(name: str) -> dict[str, Any]:
-    """What the kernels know of the activation."""
-    return {"CLAMPED": name == "clamped_swiglu", "LIMIT": CLAMP_LIMIT, "SLOPE": CLAMP_SLOPE}
+def activation_of(name: str, like: Tensor) -> dict[str, Any]:
+    """What the kernels know of the activation; Triton's interpreter has none of the card's instructions."""
+    on_card = like.is_cuda and like.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") != "1"
+    return {"CLAMPED": name == "clamped_swiglu", "LIMIT": CLAMP_LIMIT, "SLOPE": CLAMP_SLOPE, "CARD": on_card}
 
 
 def _launch(tensor: Tensor, tile: Tile, spare: int) -> dict[str, Any]:

@@ -42,16 +42,15 @@ from comms.kernels.e4m3 import absolute, encode, scale_byte
 def _schedule(
     offsets, num_experts, width, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, first_segment=0
 ):
-    """Of each expert (0 behind the last): number, pairs, tiles, end of its tiles; and the tiles of one row."""
+    """Where each expert's tiles end, how many there are, and how many one row of them has."""
     index = tl.arange(0, EXPERTS)
     real = index < num_experts
     segment = first_segment + index
     ends = tl.load(offsets + segment, mask=real, other=0)
     starts = tl.load(offsets + segment - 1, mask=real & (segment > 0), other=0)
-    counts = ends - starts
     tiles_n = tl.cdiv(width, BLOCK_N)
-    tiles = tl.cdiv(counts, BLOCK_M) * tiles_n
-    return index, counts, tiles, tl.cumsum(tiles, 0), tiles_n
+    tiles = tl.cdiv(ends - starts, BLOCK_M) * tiles_n
+    return tl.cumsum(tiles, 0), tl.sum(tiles), tiles_n
 
 
 @triton.jit
@@ -61,42 +60,74 @@ def _first_pair(offsets, first_segment):
 
 
 @triton.jit
-def _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
-    """Expert, its first pair, its number of pairs, the tile's place; groups of M tiles share their B blocks in L2."""
-    expert = tl.sum((tile_ends <= tile).to(tl.int32))
-    place = tile - tl.sum(tl.where(index < expert, tiles, 0))
-    start = tl.sum(tl.where(index < expert, counts, 0))
-    count = tl.sum(tl.where(index == expert, counts, 0))
+def _tile(
+    offsets, tile, tile_ends, tiles_n, num_experts,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, first_segment=0,
+):  # fmt: skip
+    """Expert, its first pair, its number of pairs, the tile's place; groups of M tiles share their B blocks in L2.
+
+    Behind the last tile there is an expert without pairs.
+    """
+    # Of the experts whose tiles end before, the last one's number + 1 and its end: one maximum, since programs of
+    # several warps wait for each other in it.
+    ended = ((tl.arange(0, EXPERTS) + 1).to(tl.int64) << 32) | tile_ends
+    last = tl.max(tl.where(tile_ends <= tile, ended, 0))
+    expert, place = (last >> 32).to(tl.int32), tile - (last & 0x7FFFFFFF).to(tl.int32)
+    segment, real = first_segment + expert, expert < num_experts
+    start = tl.load(offsets + segment - 1, mask=real & (segment > 0), other=0)
+    count = tl.load(offsets + segment, mask=real, other=0) - start
     first_m = place // (GROUP * tiles_n) * GROUP
-    group = tl.minimum(tl.cdiv(count, BLOCK_M) - first_m, GROUP)
+    group = tl.maximum(tl.minimum(tl.cdiv(count, BLOCK_M) - first_m, GROUP), 1)
     within = place % (GROUP * tiles_n)
     return expert, start, count, first_m + within % group, within // group
 
 
 @triton.jit
-def _activation(gate, up, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
-    if CLAMPED:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        return (up + 1.0) * gate * tl.sigmoid(SLOPE * gate)
+def _sigmoid(x, CARD: tl.constexpr):
+    """1 / (1 + exp(-x)).
+
+    CARD: by the card's own powers and reciprocals. Each is right to 2^-22, and what is below 2^-126 becomes 0: far
+    finer than bf16 can tell. The general way takes twice as many instructions, which an epilogue spends on each number.
+    """
+    if CARD:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 t;
+            mul.ftz.f32 t, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 t, t;
+            add.ftz.f32 t, t, 0f3F800000;
+            rcp.approx.ftz.f32 $0, t;
+            }""",
+            "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        return gate * tl.sigmoid(gate) * up
+        return tl.sigmoid(x)
 
 
 @triton.jit
-def _activation_grad(gate, up, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
+def _activation(gate, up, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CARD: tl.constexpr):
+    if CLAMPED:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        return (up + 1.0) * gate * _sigmoid(SLOPE * gate, CARD)
+    else:
+        return gate * _sigmoid(gate, CARD) * up
+
+
+@triton.jit
+def _activation_grad(gate, up, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CARD: tl.constexpr):
     """act, d act / d gate, d act / d up."""
     if CLAMPED:
         inside_gate = gate <= LIMIT
         inside_up = (up >= -LIMIT) & (up <= LIMIT)
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        s = tl.sigmoid(SLOPE * gate)
+        s = _sigmoid(SLOPE * gate, CARD)
         glu = gate * s
         d_gate = tl.where(inside_gate, (up + 1.0) * (s + SLOPE * glu * (1.0 - s)), 0.0)
         return (up + 1.0) * glu, d_gate, tl.where(inside_up, glu, 0.0)
     else:
-        s = tl.sigmoid(gate)
+        s = _sigmoid(gate, CARD)
         silu = gate * s
         return silu * up, up * (s + silu * (1.0 - s)), silu
 
@@ -116,7 +147,8 @@ def up_kernel(
     x, rows, weights, w_desc, bias, offsets, h, a, kept,
     dim, hidden, num_experts, first_segment,
     PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
-    LIMIT: tl.constexpr, SLOPE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, CARD: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     KEEPS: tl.constexpr,
 ):  # fmt: skip
@@ -132,20 +164,21 @@ def up_kernel(
         if KEEPS:
             h += first_kept * (2 * hidden)
         last_row = tl.load(kept + 2) - 1
-    index, counts, tiles, tile_ends, tiles_n = _schedule(
+    tile_ends, num_tiles, tiles_n = _schedule(
         offsets, num_experts, hidden, EXPERTS, BLOCK_M, BLOCK_N, first_segment
+    )  # fmt: skip
+    first_tile = tl.program_id(0)
+    expert, start, count, m, n = _tile(
+        offsets, first_tile, tile_ends, tiles_n, num_experts, EXPERTS, BLOCK_M, GROUP, first_segment
     )
-    chunk_start = _first_pair(offsets, first_segment)
-    for tile in range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
-        expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
-        start += chunk_start
+    row = _rows_of_tile(rows, start, count, m, BLOCK_M)
+    for tile in range(first_tile, num_tiles, PROGRAMS):
         pair = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
         valid = pair < start + count
-        row = tl.load(rows + pair, mask=valid, other=0).to(tl.int64)
         if kept is not None:
             # An arena without room for all may have rows of another layer here.
             row = tl.minimum(row, last_row)
-        a_pointers = x + row[:, None] * dim + tl.arange(0, BLOCK_K)[None, :]
+        a_pointers = x + row.to(tl.int64)[:, None] * dim + tl.arange(0, BLOCK_K)[None, :]
         both = tl.zeros([BLOCK_M, 2 * BLOCK_N], dtype=tl.float32)
         for k in range(0, dim, BLOCK_K):
             if EVEN_K:
@@ -154,6 +187,11 @@ def up_kernel(
                 block = tl.load(a_pointers + k, mask=(k + tl.arange(0, BLOCK_K) < dim)[None, :], other=0.0)
             b = w_desc.load([expert * 2, n * BLOCK_N, k]).reshape(2 * BLOCK_N, BLOCK_K)
             both = tl.dot(block, b.T, both, input_precision=PRECISION)
+        # The next tile's rows are looked up while this one is written.
+        next_expert, next_start, next_count, next_m, next_n = _tile(
+            offsets, tile + PROGRAMS, tile_ends, tiles_n, num_experts, EXPERTS, BLOCK_M, GROUP, first_segment
+        )
+        row = _rows_of_tile(rows, next_start, next_count, next_m, BLOCK_M)
         gate, up = _split_columns(both, BLOCK_M, 2 * BLOCK_N, 2)
         weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
         gates = _split_columns(gate, BLOCK_M, BLOCK_N, PARTS)
@@ -171,9 +209,17 @@ def up_kernel(
             at_h = pair.to(tl.int64)[:, None] * (2 * hidden) + column[None, :]
             tl.store(h + at_h, gate_kept, mask=inside)
             tl.store(h + at_h + hidden, up_kept, mask=inside)
-            act = _activation(gate_kept.to(tl.float32), up_kept.to(tl.float32), CLAMPED, LIMIT, SLOPE) * weight
+            act = _activation(gate_kept.to(tl.float32), up_kept.to(tl.float32), CLAMPED, LIMIT, SLOPE, CARD) * weight
             at_a = pair.to(tl.int64)[:, None] * hidden + column[None, :]
             tl.store(a + at_a, act.to(a.dtype.element_ty), mask=inside)
+        expert, start, count, m, n = next_expert, next_start, next_count, next_m, next_n
+
+
+@triton.jit
+def _rows_of_tile(rows, start, count, m, BLOCK_M: tl.constexpr):
+    """Which rows a tile's pairs have; row 0 behind its expert's last pair."""
+    pair = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
+    return tl.load(rows + pair, mask=pair < start + count, other=0)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
@@ -185,14 +231,14 @@ def rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[p] = B[e] a[p] (+ w[p] * bias[e]); B is (width, inner) or, for gradients, (inner, width)."""
-    index, counts, tiles, tile_ends, tiles_n = _schedule(
+    tile_ends, num_tiles, tiles_n = _schedule(
         offsets, num_experts, width, EXPERTS, BLOCK_M, BLOCK_N, first_segment
-    )
-    chunk_start = _first_pair(offsets, first_segment)
+    )  # fmt: skip
     # Flattened, so that a tile's first blocks are on their way while the one before is written.
-    for tile in tl.range(tl.program_id(0), tl.sum(tiles), PROGRAMS, flatten=True):
-        expert, start, count, m, n = _tile(tile, index, counts, tiles, tile_ends, tiles_n, BLOCK_M, GROUP)
-        start += chunk_start
+    for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
+        expert, start, count, m, n = _tile(
+            offsets, tile, tile_ends, tiles_n, num_experts, EXPERTS, BLOCK_M, GROUP, first_segment
+        )  # fmt: skip
         first = start + m * BLOCK_M
         total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for k in range(0, inner, BLOCK_K):
@@ -242,7 +288,7 @@ def _store_coded(
 @triton.jit
 def act_kernel(
     h, weights, offsets, values, scales, hidden, num_experts,
-    CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CAST: tl.constexpr,
+    CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CARD: tl.constexpr, CAST: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of columns of some pairs."""
@@ -255,15 +301,15 @@ def act_kernel(
     at_h = pair[:, None] * (2 * hidden) + column[None, :]
     gate = tl.load(h + at_h, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(h + at_h + hidden, mask=inside, other=0.0).to(tl.float32)
-    act = _activation(gate, up, CLAMPED, LIMIT, SLOPE) * weight
+    act = _activation(gate, up, CLAMPED, LIMIT, SLOPE, CARD) * weight
     _store_coded(act, values, scales, pair, valid, column, hidden, hidden, 0, ROWS, BLOCK, CAST)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
 def act_grad_kernel(
     da, weights, offsets, h, dh, values, scales, dots, kept, hidden, num_experts, first_segment,
-    CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CODED: tl.constexpr, CAST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, KEEPS: tl.constexpr,
+    CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CARD: tl.constexpr,
+    CODED: tl.constexpr, CAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """One program: some pairs. dh, <da, act>, and in the place of da the weighted activation.
 
@@ -288,7 +334,7 @@ def act_grad_kernel(
         gate = tl.load(h + at_h, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(h + at_h + hidden, mask=inside, other=0.0).to(tl.float32)
         d = tl.load(da + at_a, mask=inside, other=0.0).to(tl.float32)
-        act, d_gate, d_up = _activation_grad(gate, up, CLAMPED, LIMIT, SLOPE)
+        act, d_gate, d_up = _activation_grad(gate, up, CLAMPED, LIMIT, SLOPE, CARD)
         dot += d * act
         d *= weight
         tl.store(dh + at_h, (d * d_gate).to(dh.dtype.element_ty), mask=inside)
