@@ -10,7 +10,8 @@ A pair's output is linear in its weighted activation, so the gradient of its rou
 not be kept (the identity is SonicMoE's, arXiv:2512.14080).
 
 Forward reads rows by index. Backward copies dout and the rows once per pair, each for as long as two and one products
-take: there the indices would stand in the innermost loop (450 against 665 TFLOP/s on an H200).
+take: there the indices would stand in the innermost loop (450 against 665 TFLOP/s on an H200). Rows are copied, and
+their gradients added up, beside products (`launch_beside`).
 
 Shape suffixes: R rows, K slots per row, P pairs sorted by expert, D model dim, F hidden units of one expert, H = 2 F,
 E experts.
@@ -29,13 +30,14 @@ import triton
 from torch import Tensor
 
 from comms.kernels.e4m3 import can_cast
-from comms.kernels.gather_sum import gather_sum
+from comms.kernels.gather_sum import gather_sum, launch_gather_sum
 from comms.operators import operator, register_fake
 from moe.fused_launches import (
     ACT_COLUMNS,
     ACT_ROWS,
     activation_of,
     launch_act_grad,
+    launch_beside,
     launch_rows,
     launch_up,
     launch_weight_grad,
@@ -43,7 +45,7 @@ from moe.fused_launches import (
 from moe.grouped_gemm import clear_tail_
 from moe.kernels import fused_experts as kernels
 from moe.kernels.fused_experts import act_kernel
-from moe.kernels.pair_rows import expand_rows, gather_sums
+from moe.kernels.pair_rows import expand_rows, gather_sums, launch_expand
 from moe.kernels.sort_pairs import Pairs
 from moe.tiles import Shape, Tile, Work, choose_tiles
 
@@ -138,10 +140,10 @@ class _FusedExperts(torch.autograd.Function):
             if b_gate_up_E2F is not None:
                 db_gate_up_E2F = (of_expert_PE.T @ clear_tail_(dh_PH, offsets_E)).view_as(b_gate_up_E2F)
         del dout_PD, a_PF
-        d_rows_RD = gather_sum(up_grad(dh_PH, w_gate_up_E2FD, offsets_E), slots_RK)
-        rows_PD = expand_rows(rows_RD, slots_RK, weights_P.shape[0])
-        dw_gate_up_E2FD = weight_grad(dh_PH, rows_PD, offsets_E).view_as(w_gate_up_E2FD)
+        d_PD, rows_PD = up_grad_and_rows(dh_PH, w_gate_up_E2FD, offsets_E, rows_RD, slots_RK)
+        dw_gate_up_EHD, d_rows_RD = weight_grad_and_sums(dh_PH, rows_PD, offsets_E, d_PD, slots_RK)
         d_weights_RK = gather_sums(dots_P[:, None], slots_RK).to(ctx.weights_dtype)
+        dw_gate_up_E2FD = dw_gate_up_EHD.view_as(w_gate_up_E2FD)
         return d_rows_RD, d_weights_RK, dw_gate_up_E2FD, dw_down_EDF, db_gate_up_E2F, db_down_ED, None, None
 
 
@@ -196,6 +198,27 @@ def up_grad(dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
 @register_fake(up_grad)
 def _(dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
     return dh_PH.new_empty(dh_PH.shape[0], w_E2FD.shape[3])
+
+
+@operator("experts_up_grad_and_rows")
+def up_grad_and_rows(
+    dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor, rows_RD: Tensor, slots_RK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`up_grad`, and beside it the row of each pair (P, D), as `expand_rows` has it."""
+    P, D = dh_PH.shape[0], rows_RD.shape[1]
+    d_PD, rows_PD = dh_PH.new_empty(P, D), rows_RD.new_empty(P, D)
+    launch_beside(
+        dh_PH,
+        lambda: launch_rows("up_grad", dh_PH, w_E2FD.flatten(1, 2), offsets_E, d_PD, True),
+        lambda: launch_expand(rows_RD, slots_RK, rows_PD),
+    )
+    return d_PD, rows_PD
+
+
+@register_fake(up_grad_and_rows)
+def _(dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor, rows_RD: Tensor, slots_RK: Tensor) -> tuple[Tensor, Tensor]:
+    P, D = dh_PH.shape[0], rows_RD.shape[1]
+    return dh_PH.new_empty(P, D), rows_RD.new_empty(P, D)
 
 
 @operator("experts_coded_act")
@@ -302,6 +325,27 @@ def weight_grad(left_PM: Tensor, right_PN: Tensor, offsets_E: Tensor) -> Tensor:
 @register_fake(weight_grad)
 def _(left_PM: Tensor, right_PN: Tensor, offsets_E: Tensor) -> Tensor:
     return left_PM.new_empty(offsets_E.shape[0], left_PM.shape[1], right_PN.shape[1])
+
+
+@operator("experts_weight_grad_and_sums")
+def weight_grad_and_sums(
+    left_PM: Tensor, right_PN: Tensor, offsets_E: Tensor, y_PD: Tensor, slots_RK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`weight_grad`, and beside it sums of the pairs of each row (R, D), as `gather_sum` has them."""
+    out_EMN = left_PM.new_empty(offsets_E.shape[0], left_PM.shape[1], right_PN.shape[1])
+    out_RD = y_PD.new_empty(slots_RK.shape[0], y_PD.shape[1])
+    launch_beside(
+        left_PM,
+        lambda: launch_weight_grad(left_PM, right_PN, offsets_E, out_EMN),
+        lambda: launch_gather_sum(y_PD, slots_RK, out_RD),
+    )
+    return out_EMN, out_RD
+
+
+@register_fake(weight_grad_and_sums)
+def _(left_PM: Tensor, right_PN: Tensor, offsets_E: Tensor, y_PD: Tensor, slots_RK: Tensor) -> tuple[Tensor, Tensor]:
+    out_EMN = left_PM.new_empty(offsets_E.shape[0], left_PM.shape[1], right_PN.shape[1])
+    return out_EMN, y_PD.new_empty(slots_RK.shape[0], y_PD.shape[1])
 
 
 def _rows_times(

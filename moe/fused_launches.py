@@ -15,7 +15,9 @@ E experts, C chunks, S = C * E, I and O in- and out-features.
 # Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
 # pyright: basic, reportArgumentType=false
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,6 +118,30 @@ def launch_weight_grad(
         left_desc, right_desc, ends_S, out_desc, M, N, E,
         CHUNKS=ends_S.shape[0] // E, **_launch(left_PM, tile, spare),
     )  # fmt: skip
+
+
+def launch_beside(like: Tensor, product: Callable[[], None], copies: Callable[[], None]) -> None:
+    """Both launches at once: what copies rows takes memory's time while the product takes the tensor cores'.
+
+    A product's one program per multiprocessor leaves a third of the registers, and what copies needs no shared memory:
+    both find room. The product comes first, or its programs would have to wait for those that copy. Neither may
+    allocate: memory of another stream would come back too early.
+    """
+    if not like.is_cuda:
+        product()
+        copies()
+        return
+    current, side = torch.cuda.current_stream(like.device), _side_stream(like.device)
+    side.wait_stream(current)
+    product()
+    with torch.cuda.stream(side):
+        copies()
+    current.wait_stream(side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def num_programs(tensor: Tensor, spare: int = 0) -> tuple[int]:

@@ -226,7 +226,9 @@ def _expert_work(load: Load, mode: str) -> int:
         again = 0 if mode == "none" else 2 * hidden
         return rows + load.pairs * (3 * dim + 3 * hidden + again) * width
     if load.is_fused:
-        return rows + load.pairs * max(dim + 3 * hidden, 2 * dim + 2 * hidden) * width
+        # Sums of the pairs' gradients are there, too, before the pairs' gradients are gone; fp32 numbers of each pair.
+        sums = load.rows * dim * width + 2 * load.pairs * 4
+        return rows + sums + load.pairs * max(dim + 3 * hidden, 2 * dim + 2 * hidden) * width
     # Each product's gradient replaces what was kept for it.
     return rows + load.pairs * (dim + hidden) * width
 

@@ -27,7 +27,9 @@ def gather_sum(rows_SD: Tensor, slots_TN: Tensor) -> Tensor:
     """out_TD[t] = sum_n rows_SD[slots_TN[t, n]], skipping slots of -1. No autograd: callers state their backward."""
     rows_SD = rows_SD.contiguous()
     if rows_SD.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
-        return _gather_sum_triton(rows_SD, slots_TN.contiguous())
+        out_TD = rows_SD.new_empty(slots_TN.shape[0], rows_SD.shape[1])
+        launch_gather_sum(rows_SD, slots_TN.contiguous(), out_TD)
+        return out_TD
     return gather_sum_reference(rows_SD, slots_TN)
 
 
@@ -48,18 +50,17 @@ def gather_sum_reference(rows_SD: Tensor, slots_TN: Tensor) -> Tensor:
     return total.to(rows_SD.dtype)
 
 
-def _gather_sum_triton(rows_SD: Tensor, slots_TN: Tensor) -> Tensor:
+def launch_gather_sum(rows_SD: Tensor, slots_TN: Tensor, out_TD: Tensor) -> None:
+    """`gather_sum` into memory that is there, all of it contiguous; always by the kernel."""
     num_out, num_terms = slots_TN.shape
     width = rows_SD.shape[1]
-    out_TD = rows_SD.new_empty(num_out, width)
     if out_TD.numel() == 0:
-        return out_TD
+        return
     block = min(triton.next_power_of_2(width), 2048)
     grid = (num_out, triton.cdiv(width, block))
     wide = tl.float64 if rows_SD.dtype == torch.float64 else tl.float32
     with torch.cuda.device(rows_SD.device) if rows_SD.is_cuda else torch.no_grad():
         _gather_sum_kernel[grid](rows_SD, slots_TN, out_TD, width, num_terms, WIDE=wide, BLOCK=block)  # type: ignore[arg-type]
-    return out_TD
 
 
 @triton.jit

@@ -45,15 +45,19 @@ def expand_rows(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
     if not _on_triton(x_RD):
         return expand_rows_reference(x_RD, slots_RK, num_pairs)
     out_PD = x_RD.new_empty(num_pairs, x_RD.shape[1])
+    launch_expand(x_RD, slots_RK.contiguous(), out_PD)
+    return out_PD
+
+
+def launch_expand(x_RD: Tensor, slots_RK: Tensor, out_PD: Tensor) -> None:
+    """`expand_rows` into memory that is there, all of it contiguous; always by the kernel."""
     (num_rows, num_slots), width = slots_RK.shape, x_RD.shape[1]
     if out_PD.numel():
         block = min(triton.next_power_of_2(width), COLUMNS)
         with torch.cuda.device(x_RD.device) if x_RD.is_cuda else torch.no_grad():
             _expand_kernel[(num_rows * triton.cdiv(width, block),)](
-                *(x_RD, slots_RK.contiguous(), out_PD, None, width, None, 0, 0),
-                SLOTS=num_slots, BLOCK=block, KEEPS=False,
-            )  # fmt: skip
-    return out_PD
+                *(x_RD, slots_RK, out_PD, None, width, None, 0, 0), SLOTS=num_slots, BLOCK=block, KEEPS=False
+            )
 
 
 @register_fake(expand_rows)
