@@ -366,6 +366,9 @@ def measure_blocks(arguments: argparse.Namespace, device: torch.device) -> dict[
         )
         model = build_model(config, mesh)
         (batch,) = synthetic_batches(config, mesh, 0)
+        if device.type == "cuda":
+            # As in training: a copy from other memory would make the host wait, and the device after it.
+            batch = batch.pin_memory()
 
         def step(model: Any = model, batch: Any = batch, mask: bool = config.data.document_mask) -> None:
             output = forward(model, batch, device, mask)

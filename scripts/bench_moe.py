@@ -64,7 +64,7 @@ from scripts.moe_sides import (
 )
 from trainer.garbage import NEVER, collected_together
 
-REPEATS = 3
+REPEATS = 5
 # Clock cycles of the device for which the host may run ahead: about 8 milliseconds.
 HEAD_START = 15_000_000
 # Tokens of the comparison with fp32.
@@ -232,6 +232,8 @@ def time_sides(sides: dict[str, Side], problem: Problem, rounds: int) -> dict[st
     # The first round compiles what is left and warms the card up.
     for measured in [False] + [True] * rounds:
         for name, side in sides.items():
+            # Its own step before: the card's clock depends on what it has just done, and sides differ in that.
+            step(side, leaf, problem.grad_TD)
             forward = milliseconds(partial(side.forward, leaf), cuda)
             both = milliseconds(partial(step, side, leaf, problem.grad_TD), cuda)
             if measured:
