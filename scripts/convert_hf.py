@@ -7,8 +7,8 @@
 
 `config` writes the model's settings, for `--config-dir my_configs model=NAME`. `import` makes a run folder at step 0,
 to start from (checkpoint.init_from=RUN_FOLDER) or to generate with. `upcycle` copies a dense model's feed-forwards into
-experts. `export` takes a run or one of its checkpoints. Large models go faster with several processes:
-torchrun --nproc-per-node N scripts/convert_hf.py ...
+experts. `export` takes a run's folder, its id, or one of its checkpoints. Large models go faster with several
+processes: torchrun --nproc-per-node N scripts/convert_hf.py ...
 
 Exit codes: 0 ok, 1 an import's checkpoint could not be written (a full disk) or a process was lost on the way, 2 a
 mistake in the arguments or the files.
@@ -33,6 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     if arguments.command == "config":
         return print_config(arguments)
+    if arguments.command == "export":
+        from trainer.run import find_folder
+
+        try:
+            arguments.source = find_folder(arguments.source)
+        except FileNotFoundError as error:
+            # Before torch is imported, which takes seconds.
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     from parallel.process_group import process_group
     from trainer.hf_convert import NotWrittenError
     from trainer.peers import LostRankError, Peers

@@ -12,15 +12,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# Of the runs that there are, so many are named to somebody who asked for another.
-NUM_NAMED = 5
-
 
 def main() -> int:
     """Print the continued text; returns the exit code: 0, or 2 for what cannot be read."""
+    from trainer.run import find_folder
+
     arguments = parse_arguments()
     try:
-        folder = named_folder(arguments.run)
+        folder = find_folder(arguments.run)
     except FileNotFoundError as error:
         return mistake(error)
     # Importing torch takes seconds, and a mistake should not.
@@ -55,26 +54,6 @@ def main() -> int:
         return mistake(error)
     print(text)
     return 0
-
-
-def named_folder(given: Path) -> Path:
-    """The folder that is meant: `given` itself, or the run of that id.
-
-    Raises:
-        FileNotFoundError: there is neither; names the newest runs.
-    """
-    from trainer.config import RunConfig
-
-    root = Path(RunConfig().root)
-    if given.is_dir():
-        return given
-    if len(given.parts) == 1 and (root / given).is_dir():
-        return root / given
-    runs = sorted(root.glob("*/checkpoints"), key=lambda path: path.stat().st_mtime, reverse=True)
-    newest = ", ".join(path.parent.name for path in runs[:NUM_NAMED])
-    known = f"; newest in {root}/: {newest}" if newest else ""
-    meant = f"a run's folder, its id where it is in {root}/, or one of its checkpoints"
-    raise FileNotFoundError(f"{given} is not a directory: give {meant}{known}")
 
 
 def mistake(error: Exception) -> int:

@@ -34,10 +34,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from trainer.compose import config_to_yaml, load_config
-from trainer.config import Config
+from trainer.config import Config, RunConfig
 from trainer.validate import check_run_id
 
 STATES = ("running", "finished", "preempted", "failed")
+# Of the runs that there are, so many are named to somebody who asked for another.
+NUM_NAMED = 5
 # An id that nobody chose: as new_run_id and scripts/train.sh draw it.
 DRAWN_ID = re.compile(r"\d{8}-\d{6}-\w+")
 GUARDED = (
@@ -119,6 +121,24 @@ def run_path(config: Config) -> Path:
     """`<run.root>/<run.id>`; `run.id` must have been settled."""
     assert config.run.id is not None
     return Path(config.run.root) / config.run.id
+
+
+def find_folder(given: Path) -> Path:
+    """The folder that is meant by `given`: itself (a run's, or a checkpoint's), or that of the run with this id.
+
+    Raises:
+        FileNotFoundError: there is neither; names the newest runs.
+    """
+    root = Path(RunConfig().root)
+    if given.is_dir():
+        return given
+    if len(given.parts) == 1 and (root / given).is_dir():
+        return root / given
+    runs = sorted(root.glob("*/checkpoints"), key=lambda path: path.stat().st_mtime, reverse=True)
+    newest = ", ".join(path.parent.name for path in runs[:NUM_NAMED])
+    known = f"; newest in {root}/: {newest}" if newest else ""
+    meant = f"a run's folder, its id where it is in {root}/, or one of its checkpoints"
+    raise FileNotFoundError(f"{given} is not a directory: give {meant}{known}")
 
 
 def make_folder(config: Config) -> Path:

@@ -7,6 +7,7 @@ This is the only file that sees everything; what a part does is written in that 
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -249,12 +250,17 @@ class Trainer:
     def take_steps(self, garbage: Garbage) -> bool:
         """All steps that are left; False where a signal stopped them, after the checkpoint was saved."""
         config, metrics = self.config, self.metrics
+        first, begin = self.step + 1, time.monotonic()
         while self.step < self.total_steps:
             result, lr = self.train_one_step()
             last = self.step == self.total_steps
             results = self.evaluate() if self.is_due(config.train.eval_every, last) else {}
             if last or results or self.step % config.train.log_every == 0:
                 metrics.log(self.step, result, lr, results)
+            elif self.step == first:
+                # On a slow machine the first figures may be minutes away.
+                took, every = time.monotonic() - begin, config.train.log_every
+                metrics.say(f"step {first} took {took:.1f} s; figures come every {every} steps")
             garbage.after_step()
             signal = self.stop.agree(self.checkpointer.failed)
             if signal == FAILED:

@@ -67,6 +67,12 @@ def test_it_runs_from_the_copy_alone(demo: tuple[Path, str]) -> None:
     assert (checkout / ".cache" / "sluicegate").is_dir(), "tokenizer and tokens are kept for the next run"
 
 
+def test_the_first_step_is_told_of_long_before_the_first_figures(demo: tuple[Path, str]) -> None:
+    told = re.search(r"^step 1 took \d+\.\d s; figures come every (\d+) steps$", demo[1], re.MULTILINE)
+    assert told is not None and int(told[1]) > 1, demo[1]
+    assert demo[1].index(told[0]) < demo[1].index(f"step {told[1]}/")
+
+
 def test_it_ends_with_a_sample_and_says_where_everything_lies(demo: tuple[Path, str]) -> None:
     checkout, out = demo
     sample = out.partition("sample of 128 tokens after 'def ':\n")[2]

@@ -131,6 +131,16 @@ def test_one_process_exports_without_a_warning_that_it_is_alone(tmp_path):
     assert [warning for warning in told if "torch.distributed is disabled" in str(warning.message)] == []
 
 
+def test_a_run_that_is_not_there_is_told_of_with_those_that_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "straight" / "checkpoints").mkdir(parents=True)
+    assert main(["export", "strait", "out"]) == 2
+    assert "newest in runs/: straight" in capsys.readouterr().err
+    # Found by its id; it has no checkpoint yet.
+    assert main(["export", "straight", "out"]) == 2
+    assert "straight" in (said := capsys.readouterr().err) and "no complete checkpoint" in said
+
+
 def test_a_tied_mixture_of_experts_there_and_back(tmp_path, monkeypatch):
     """One tensor for embedding and head, in the file as in the model; `transformers` opens it and gives our logits."""
     import transformers
