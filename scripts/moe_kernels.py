@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from comms.kernels.gather_sum import gather_sum
-from moe.fused_experts import act_grad, down, up, up_grad, weight_grad
+from moe.fused_experts import act_grad, down, up, up_grad, up_grad_and_rows, weight_grad, weight_grad_and_sums
 from moe.kernels.pair_rows import expand_rows, gather_rows
 from moe.kernels.sort_pairs import sort_pairs
 from scripts.moe_sides import Problem, Shape, draw_ids
@@ -67,6 +67,12 @@ def product_works(problem: Problem, ids_RK: Tensor) -> dict[str, Work]:
         # h stands for its gradient, which has the same size.
         "up_grad": (partial(up_grad, h_PH, w_up, offsets_E), 2 * one),
         "weight_grad up": (partial(weight_grad, h_PH, rows_PD, offsets_E), 2 * one),
+        # As backward has them, with what copies rows beside them; rows_PD stands for gradients of pairs.
+        "up_grad + rows": (partial(up_grad_and_rows, h_PH, w_up, offsets_E, problem.x_TD, pairs.slots_RK), 2 * one),
+        "weight_grad + sums": (
+            partial(weight_grad_and_sums, h_PH, rows_PD, offsets_E, rows_PD, pairs.slots_RK),
+            2 * one,
+        ),
     }
     return {name: Work(run, amount, "TFLOP/s") for name, (run, amount) in works.items()}
 

@@ -104,7 +104,7 @@ def quantize_columns(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor
         places_Q: row at each place or -1, Q a multiple of 32; None: the rows as they stand, R a multiple of 32.
 
     Returns:
-        values (..., D, Q) in e4m3, scales (..., D, Q / 32) in uint8.
+        values (..., D, Q) in e4m3, scales (..., D, Q / 32) in uint8: a view, those of a block of places side by side.
     """
     if not _on_triton(x):
         return _quantize_reference(gather_places(x, places_Q).transpose(-1, -2))
@@ -126,7 +126,8 @@ def quantize_both(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor, T
     """MXFP8 of the gathered rows, and of their transpose as `quantize_columns` has it; x is read once. No autograd.
 
     Returns:
-        values (..., Q, D), scales (..., Q, ceil(D / 32)), values (..., D, Q), scales (..., D, Q / 32).
+        values (..., Q, D), scales (..., Q, ceil(D / 32)), values (..., D, Q), scales (..., D, Q / 32); scales are
+        views, those of a block side by side.
     """
     if not _on_triton(x):
         rows = gather_places(x, places_Q)
@@ -145,7 +146,11 @@ def _empty_both(x: Tensor, places_Q: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 
 def _empty_scales(values: Tensor) -> Tensor:
-    """Room for scales, those of a block of columns one behind the other."""
+    """Room for scales, those of a block of columns one behind the other.
+
+    A tile has few blocks in a row, and many rows: so its scales go out in long runs. One byte here and there would keep
+    the L2 cache busier than all the codes do.
+    """
     *matrices, rows, width = values.shape
     return values.new_empty(*matrices, -(-width // BLOCK), rows, dtype=torch.uint8).transpose(-1, -2)
 

@@ -10,8 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from comms.kernels.gather_sum import gather_sum
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
+from moe.fused_experts import up_grad, up_grad_and_rows, weight_grad, weight_grad_and_sums
+from moe.kernels.pair_rows import expand_rows
+from moe.kernels.sort_pairs import sort_pairs
 
 pytestmark = pytest.mark.gpu
 BOUND = 1e-2
@@ -113,3 +117,27 @@ def test_the_copy_engine_touches_nothing_beside_its_block() -> None:
         launch(out.view(P, width) if rows == P else out.view(E, width, inner))
         written = 300 * width if rows == P else rows * columns
         assert bool((memory[:guard] == 7).all()) and bool((memory[guard + written :] == 7).all())
+
+
+def test_what_runs_beside_products_gives_the_same_bits() -> None:
+    """Fifty times in a row without a wait, at sizes for which both take a while, over memory that was just let go."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    R, K, E, D, F = 4096, 4, 16, 1024, 512
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    ids_RK = torch.rand(R, E, generator=generator, device="cuda").topk(K).indices
+    pairs = sort_pairs(ids_RK, E, R * K)
+    slots_RK, offsets_E, w_E2FD = pairs.slots_RK, pairs.offsets_E, draw(E, 2, F, D)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(50):
+        rows_RD, dh_PH = draw(R, D), draw(R * K, 2 * F)
+        d_PD, rows_PD = up_grad_and_rows(dh_PH, w_E2FD, offsets_E, rows_RD, slots_RK)
+        dw_EHD, sums_RD = weight_grad_and_sums(dh_PH, rows_PD, offsets_E, d_PD, slots_RK)
+        alone_PD, copies_PD = up_grad(dh_PH, w_E2FD, offsets_E), expand_rows(rows_RD, slots_RK, R * K)
+        alone = alone_PD, copies_PD, weight_grad(dh_PH, copies_PD, offsets_E), gather_sum(alone_PD, slots_RK)
+        del rows_RD, dh_PH
+        for together, one in zip((d_PD, rows_PD, dw_EHD, sums_RD), alone, strict=True):
+            wrong += (together != one).sum()
+    assert wrong.item() == 0
