@@ -41,6 +41,8 @@ CODED_PIECE_BYTES, CODED_PARTS, CODED_CTAS, CODED_WARPS = 2**17, 2, 64, 32
 MOVE_UNITS, CODED_NUMBERS, SIDE_WORDS = 4096, 16384, 1024
 # Tokens that a program waits for and adds up, numbers that it adds up at a time, and the widest part of a row in them.
 SUM_TOKENS, SUM_NUMBERS, SUM_COLUMNS = 8, 8192, 2048
+# Of records: times the tokens, since a wait takes as long as adding up 8 of them, and parts of a row that a thread has.
+CODED_TOKENS, CODED_SUM_PARTS = 2, 2
 # Bytes that make one more program worth while, and the most programs that put if nobody asks for a number.
 BYTES_PER_CTA, MAX_CTAS = 2**16, 32
 # Rows that are yet to be added up: bytes of a piece, for the first of which others wait, and the most programs that
@@ -232,14 +234,12 @@ def move_back(
         rows, num_rows = rows_RD, slots_RS.shape[0]
     else:
         rows, num_rows = word_view(rows_RD.contiguous()) if is_coded else words_of(rows_RD), rows_RD.shape[0]
-    # Whole blocks that share a scale.
-    columns = max(min(_power_of_2(width), SUM_COLUMNS), BLOCK if is_coded else 1)
     _check_sizes(exchange, row_words, side_words.shape[1])
     begin, end = tokens or (0, num_tokens)
-    more = BESIDE_TOKENS if beside == Beside.PRODUCTS else 1
+    sizes = _sum_sizes(exchange, out_TD, is_coded, num_slots, beside)
     piece_bytes, most = _sizes_of(is_coded, num_slots > 0)
     put = _put_programs(exchange, 4 * row_words * num_rows, beside, most)
-    take = _take_programs(exchange, put, -(-(end - begin) // (SUM_TOKENS * more)), beside)
+    take = _take_programs(exchange, put, -(-(end - begin) // sizes["TOKENS"]), beside)
     put, take = put * sides[0], take * sides[1]
     with _on(exchange):
         combine_kernel[(put + take,)](
@@ -249,14 +249,29 @@ def move_back(
             exchange.layout.returns_at, exchange.layout.return_side_at,
             **_channel(exchange, RETURNS), **_piece_rows(exchange, 4 * row_words, piece_bytes),
             WORDS=row_words, SIDE_WORDS=side_words.shape[1], SIDE_UNIT=math.gcd(side_words.shape[1], 4),
-            WIDTH=width, COLUMNS=columns, CODE_BLOCK=BLOCK if is_coded else 0, NUMBERS=CODED_NUMBERS,
+            WIDTH=width, CODE_BLOCK=BLOCK if is_coded else 0, NUMBERS=CODED_NUMBERS,
             VECTOR=16 // out_TD.element_size(), CAST=can_cast(out_TD),
             SIDE_WIDTH=side_TK.shape[1], SIDE_COLUMNS=_power_of_2(max(side_TK.shape[1], 1)),
-            TOKENS=SUM_TOKENS * more, TILE=max(min(SUM_NUMBERS * min(more, 2) // columns, SUM_TOKENS), 1),
-            BLOCK=MOVE_UNITS,
-            CLOCK=exchange.has_clock, JITTER=exchange.jitter, SLOTS=num_slots,
+            **sizes, BLOCK=MOVE_UNITS, CLOCK=exchange.has_clock, JITTER=exchange.jitter, SLOTS=num_slots,
             num_warps=CODED_WARPS if is_coded else NUM_WARPS,
         )  # fmt: skip
+
+
+def _sum_sizes(exchange: Exchange, out_TD: Tensor, is_coded: bool, num_slots: int, beside: Beside) -> dict[str, int]:
+    """Tokens between two waits, and the tile that is added up at a time."""
+    # Whole blocks that share a scale.
+    columns = max(min(_power_of_2(out_TD.shape[1]), SUM_COLUMNS), BLOCK if is_coded else 1)
+    more = BESIDE_TOKENS if beside == Beside.PRODUCTS else CODED_TOKENS if is_coded else 1
+    numbers, twice = SUM_NUMBERS, more > 1
+    if is_coded:
+        # A thread has as many registers for words of a row, and more if there is little else to hold.
+        numbers, twice = 2 * SUM_NUMBERS // out_TD.element_size(), exchange.num_ranks <= 2 and num_slots == 0
+    return {
+        "TOKENS": SUM_TOKENS * more,
+        "TILE": max(min(numbers * (1 + twice) // columns, SUM_TOKENS), 1),
+        "COLUMNS": columns,
+        "PARTS": min(CODED_SUM_PARTS, max(columns // BLOCK, 1)),
+    }
 
 
 def words_of(x: Tensor) -> Tensor:

@@ -15,15 +15,14 @@ Shape suffixes: T tokens, N ranks, R rows received.
 import triton
 import triton.language as tl
 
+from comms.kernels.e4m3 import absolute, encode, number, scale_byte
 from comms.kernels.flags import epoch_of, finish, ready_at, signal, wait, wait_for_room
 from comms.kernels.parts import put_sums, sum_parts
 from comms.kernels.pieces import (
     linger,
-    load_coded,
     move,
     move_coded,
     num_turns,
-    recode,
     records_at,
     route_of,
     rows_per_piece,
@@ -40,7 +39,7 @@ def combine_kernel(
     WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr, SIDE_UNIT: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SIDE_WIDTH: tl.constexpr, SIDE_COLUMNS: tl.constexpr,
     CODE_BLOCK: tl.constexpr, NUMBERS: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
-    TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     CLOCK: tl.constexpr, JITTER: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """out[t] = the sum of what comes back for token t, by ascending rank; this rank's own part is read from `rows`.
@@ -78,14 +77,20 @@ def combine_kernel(
                 FLAGS_AT, FAILED_AT, NUM_RANKS, PIECES, PIECE_ROWS, LEAST_ROWS, TOKENS, CLOCK,
             )  # fmt: skip
             for tile in range(first, tl.minimum(first + TOKENS, end), TILE):
-                _sum(
-                    rows, slots, arena + rows_at, index, routes, out, tile, me, num_tokens, end,
-                    NUM_RANKS, WIDTH, COLUMNS, 4 * WORDS, CODE_BLOCK, CAST, TILE, SLOTS,
-                )  # fmt: skip
+                if CODE_BLOCK > 0:
+                    _sum_coded(
+                        rows, slots, arena + rows_at, index, routes, out, tile, me, num_tokens, end,
+                        NUM_RANKS, WIDTH, COLUMNS, 4 * WORDS, CODE_BLOCK, VECTOR, CAST, TILE, PARTS, SLOTS,
+                    )  # fmt: skip
+                else:
+                    _sum(
+                        rows, slots, arena + rows_at, index, routes, out, tile, me, num_tokens, end,
+                        NUM_RANKS, WIDTH, COLUMNS, TILE, SLOTS,
+                    )  # fmt: skip
                 if SIDE_WORDS > 0:
                     _sum(
                         side, slots, arena + side_at, index, routes, out_side, tile, me, num_tokens, end,
-                        NUM_RANKS, SIDE_WIDTH, SIDE_COLUMNS, 4 * SIDE_WORDS, 0, False, TILE, 0,
+                        NUM_RANKS, SIDE_WIDTH, SIDE_COLUMNS, TILE, 0,
                     )  # fmt: skip
     if num_put < num_programs:
         finish(pointers, state, me, tag, epoch, FLAGS_AT, NUM_RANKS, RANKS)
@@ -164,10 +169,71 @@ def _wait_for_tokens(
 
 
 @triton.jit
+def _sum_coded(
+    rows, slots, arena, index, routes, out, first, me, num_tokens, end,
+    NUM_RANKS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, RECORD: tl.constexpr,
+    CODE_BLOCK: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr,
+    TILE: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Sums of TILE tokens whose rows come back as records. Own rows become what they would be beyond the wire.
+
+    All rows are loaded before one is decoded, so that memory is waited for but twice: for their numbers and for them.
+
+    The tile's dims are (block, token, part of a row, element of a block). In this order Triton deals them out so that
+    neighbouring lanes have neighbouring blocks, and a thread has every part of its token's rows: finding a row is work.
+    """
+    WORD: tl.constexpr = tl.int16 if out.dtype.element_ty == tl.bfloat16 else tl.int32  # pyright: ignore
+    BLOCKS: tl.constexpr = COLUMNS // CODE_BLOCK // PARTS
+    token = first + tl.arange(0, TILE)[None, :, None, None]
+    element = tl.arange(0, CODE_BLOCK)[None, None, None, :]
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        block = tl.arange(0, BLOCKS)[:, None, None, None] + BLOCKS * tl.arange(0, PARTS)[None, None, :, None]
+        block += start // CODE_BLOCK
+        # A thread reads and writes the same elements of rows and records.
+        column = tl.max_contiguous(block * CODE_BLOCK + element, [1, 1, 1, VECTOR])
+        own = _own_words(
+            rows, slots, index, routes, token, column, me, num_tokens, end, out.dtype.element_ty,
+            NUM_RANKS, WIDTH, SLOTS,
+        )  # fmt: skip
+        codes, scales = (), ()
+        for step in tl.static_range(NUM_RANKS - 1):
+            rank = tl.where(step < me, step, step + 1)
+            nth = _nth_row(index, routes, me, rank, token, num_tokens, end, NUM_RANKS)
+            record = records_at(arena) + (route_of(routes, me, rank, 2, NUM_RANKS) + nth).to(tl.int64) * RECORD
+            codes += (tl.load(record + column, mask=(nth >= 0) & (column < WIDTH), other=0),)
+            scales += (tl.load(record + WIDTH + block, mask=(nth >= 0) & (block * CODE_BLOCK < WIDTH), other=0),)
+        scale = scale_byte(tl.max(absolute(own), axis=3, keep_dims=True), WORD)
+        own = encode(own, scale, CAST)
+        total = tl.zeros(own.shape, dtype=tl.float32)
+        for step in tl.static_range(NUM_RANKS):
+            # Own rows when it is their turn; the order of two makes no difference.
+            if step == (me if NUM_RANKS > 2 else 0):
+                total += number(own, scale, WORD, CAST)
+            if step < NUM_RANKS - 1:
+                total += number(codes[step], scales[step], WORD, CAST)
+        place = token.to(tl.int64) * WIDTH + column
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < end) & (column < WIDTH))
+
+
+@triton.jit
+def _own_words(
+    rows, slots, index, routes, token, column, me, num_tokens, end,
+    DTYPE: tl.constexpr, NUM_RANKS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Words of own rows, or of the sums of their parts."""
+    nth = _nth_row(index, routes, me, me, token, num_tokens, end, NUM_RANKS)
+    row = (route_of(routes, me, me, 1, NUM_RANKS) + nth).to(tl.int64)
+    if SLOTS > 0:
+        total = sum_parts(rows, slots, row, nth >= 0, column, WIDTH, SLOTS).to(DTYPE)
+        return total.to(tl.int16 if DTYPE == tl.bfloat16 else tl.int32, bitcast=True)
+    else:
+        return tl.load(rows + (row * WIDTH + column), mask=(nth >= 0) & (column < WIDTH), other=0)
+
+
+@triton.jit
 def _sum(
     rows, slots, arena, index, routes, out, first, me, num_tokens, end,
-    NUM_RANKS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROW_BYTES: tl.constexpr,
-    CODE_BLOCK: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Sums of TILE tokens. Own rows stand where they were received, the others where they were sent from."""
     WIDE: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32  # pyright: ignore
@@ -175,36 +241,25 @@ def _sum(
     for start in tl.static_range(0, WIDTH, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
         total = tl.zeros([TILE, COLUMNS], dtype=WIDE)
-        if (SLOTS > 0) | (CODE_BLOCK > 0):
-            # As what the others send: rounded, and coded.
+        if SLOTS > 0:
+            # As what the others send: rounded.
             nth = _nth_row(index, routes, me, me, token, num_tokens, end, NUM_RANKS)
             row = (route_of(routes, me, me, 1, NUM_RANKS) + nth).to(tl.int64)
-            if SLOTS > 0:
-                own = sum_parts(rows, slots, row, nth >= 0, column, WIDTH, SLOTS).to(out.dtype.element_ty)
-            else:
-                own = tl.load(
-                    rows + (row[:, None] * WIDTH + column), mask=(nth >= 0)[:, None] & (column < WIDTH), other=0
-                )
-            if CODE_BLOCK > 0:
-                own = recode(own, out, COLUMNS, CODE_BLOCK, TILE, CAST)
-            own = own.to(WIDE)
+            own = sum_parts(rows, slots, row[:, None], (nth >= 0)[:, None], column, WIDTH, SLOTS)
+            own = own.to(out.dtype.element_ty).to(WIDE)
         for rank in tl.static_range(NUM_RANKS):
             nth = _nth_row(index, routes, me, rank, token, num_tokens, end, NUM_RANKS)
             begin = tl.load(routes + tl.where(rank == me, 1, 2) * NUM_RANKS * NUM_RANKS + me * NUM_RANKS + rank)
             row = (begin + nth).to(tl.int64)[:, None]
-            if (SLOTS == 0) & (CODE_BLOCK == 0):
+            if SLOTS == 0:
                 # Rows stand one behind the other.
                 numbers = tl.multiple_of(tl.where(rank == me, rows.to(tl.int64), arena).to(out.dtype), 16)
                 mask = (nth >= 0)[:, None] & (column < WIDTH)
                 total += tl.load(numbers + (row * WIDTH + column), mask=mask, other=0.0).to(WIDE)
             else:
                 comes = ((nth >= 0) & (rank != me))[:, None]
-                if CODE_BLOCK > 0:
-                    records = records_at(arena) + row * ROW_BYTES
-                    theirs = load_coded(records, start, column, comes, out, WIDTH, COLUMNS, CODE_BLOCK, TILE, CAST)
-                else:
-                    numbers = tl.multiple_of(arena.to(out.dtype), 16)
-                    theirs = tl.load(numbers + (row * WIDTH + column), mask=comes & (column < WIDTH), other=0.0)
+                numbers = tl.multiple_of(arena.to(out.dtype), 16)
+                theirs = tl.load(numbers + (row * WIDTH + column), mask=comes & (column < WIDTH), other=0.0)
                 total += tl.where(rank == me, own, theirs.to(WIDE))
         place = token.to(tl.int64)[:, None] * WIDTH + column
         tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < end)[:, None] & (column < WIDTH))

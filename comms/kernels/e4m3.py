@@ -121,3 +121,22 @@ def _decode_in_integers(code, factor, scale):
     value = (((code & 0x7F) << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
     bits = (value * factor).to(tl.int32, bitcast=True)
     return tl.where(((code & 0x7F) == 0x7F) | (scale == 255), 0x7FC00000, bits)
+
+
+@triton.jit
+def number(code, scale, WORD: tl.constexpr, CAST: tl.constexpr):
+    """fp32 numbers of what `decode` gives, to be added up: a zero's sign and a NaN's bits make no difference there.
+
+    With CAST the power of two comes in two factors, and fp16 takes the first, two codes at a time. It rounds as words
+    do: between multiples of 2^-24 and from 2^16 on it has no numbers, and the second factor makes these 2^-133, bf16's
+    last bit, and 2^128. What is left is exact, so that the sum may be fused with it. NaN is known by its code alone.
+    """
+    if CAST:
+        LEAST: tl.constexpr = 18 if WORD == tl.int16 else 1  # pyright: ignore
+        scale = scale.to(tl.int32)
+        second = tl.minimum(tl.maximum(scale, LEAST), 239)
+        first = ((scale - second + 127) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+        x = code.to(tl.float8e4nv, bitcast=True).to(tl.float16) * first
+        return x.to(tl.float32) * (second << 23).to(tl.float32, bitcast=True)
+    else:
+        return fp32_bits(decode(code, scale, WORD, CAST)).to(tl.float32, bitcast=True)

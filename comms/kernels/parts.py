@@ -18,12 +18,11 @@ from comms.kernels.pieces import code_numbers, records_at
 
 @triton.jit
 def sum_parts(parts, slots, row, valid, column, WIDTH: tl.constexpr, SLOTS: tl.constexpr):
-    """(rows, columns) in fp32; 0 where a row is not valid."""
-    total = tl.zeros([row.shape[0], column.shape[1]], dtype=tl.float32)
+    """Sums in fp32, of the shape that rows and columns have together; 0 where a row is not valid."""
+    total = tl.zeros((row + column).shape, dtype=tl.float32)
     for k in tl.static_range(SLOTS):
         slot = tl.load(slots + row * SLOTS + k, mask=valid, other=-1).to(tl.int64)
-        mask = (slot >= 0)[:, None] & (column < WIDTH)
-        total += tl.load(parts + (slot[:, None] * WIDTH + column), mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(parts + (slot * WIDTH + column), mask=(slot >= 0) & (column < WIDTH), other=0.0).to(tl.float32)
     return total
 
 
@@ -35,19 +34,19 @@ def put_sums(
 ):  # fmt: skip
     """Rows from `first` on to an address of rows, or of records (CODE_BLOCK > 0), TILE of them at a time."""
     for start in range(0, num_rows, TILE):
-        nth = (start + tl.arange(0, TILE)).to(tl.int64)
+        nth = (start + tl.arange(0, TILE)).to(tl.int64)[:, None]
         for begin in tl.static_range(0, WIDTH, COLUMNS):
             column = (begin + tl.arange(0, COLUMNS))[None, :]
-            mask = (nth < num_rows)[:, None] & (column < WIDTH)
+            mask = (nth < num_rows) & (column < WIDTH)
             total = sum_parts(parts, slots, first + nth, nth < num_rows, column, WIDTH, SLOTS)
             total = total.to(parts.dtype.element_ty)
             if CODE_BLOCK == 0:
                 target = tl.multiple_of(address.to(parts.dtype), 16)
-                tl.store(target + (nth[:, None] * WIDTH + column), total, mask=mask)
+                tl.store(target + (nth * WIDTH + column), total, mask=mask)
             else:
-                records = records_at(address) + (nth * RECORD)[:, None]
+                records = records_at(address) + nth * RECORD
                 code, scale = code_numbers(total, COLUMNS, CODE_BLOCK, TILE, CAST)
                 tl.store(records + column, tl.reshape(code, [TILE, COLUMNS]), mask=mask)
                 block = (begin // CODE_BLOCK + tl.arange(0, COLUMNS // CODE_BLOCK))[None, :]
-                mask = (nth < num_rows)[:, None] & (block * CODE_BLOCK < WIDTH)
+                mask = (nth < num_rows) & (block * CODE_BLOCK < WIDTH)
                 tl.store(records + WIDTH + block, scale.to(tl.uint8), mask=mask)

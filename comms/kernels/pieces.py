@@ -186,26 +186,6 @@ def records_at(address):
 
 
 @triton.jit
-def load_coded(
-    records, start, column, goes, like,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CODE_BLOCK: tl.constexpr, TILE: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
-    """(TILE, COLUMNS) fp32 numbers of records (comms/kernels/codec.py), 0 where no row goes."""
-    BLOCKS: tl.constexpr = COLUMNS // CODE_BLOCK
-    first = start + (tl.arange(0, BLOCKS) * CODE_BLOCK)[None, :]
-    code = tl.load(records + column, mask=goes & (column < WIDTH), other=0)
-    scale = tl.load(records + (WIDTH + first // CODE_BLOCK), mask=goes & (first < WIDTH), other=0)
-    return _numbers_of(tl.reshape(code, [TILE, BLOCKS, CODE_BLOCK]), scale, like, TILE, COLUMNS, CAST)
-
-
-@triton.jit
-def recode(numbers, like, COLUMNS: tl.constexpr, CODE_BLOCK: tl.constexpr, TILE: tl.constexpr, CAST: tl.constexpr):
-    """(TILE, COLUMNS) numbers of a row as fp32, as they would be beyond the wire."""
-    code, scale = code_numbers(numbers, COLUMNS, CODE_BLOCK, TILE, CAST)
-    return _numbers_of(code, scale, like, TILE, COLUMNS, CAST)
-
-
-@triton.jit
 def code_numbers(numbers, COLUMNS: tl.constexpr, CODE_BLOCK: tl.constexpr, TILE: tl.constexpr, CAST: tl.constexpr):
     """(TILE, COLUMNS) numbers, as bf16, fp32 or their bits: codes by blocks, and each block's scale."""
     if numbers.dtype == tl.bfloat16:
@@ -217,17 +197,6 @@ def code_numbers(numbers, COLUMNS: tl.constexpr, CODE_BLOCK: tl.constexpr, TILE:
     words = tl.reshape(words, [TILE, COLUMNS // CODE_BLOCK, CODE_BLOCK])
     scale = scale_byte(tl.max(absolute(words), axis=2), words.dtype)
     return encode(words, scale[:, :, None], CAST), scale
-
-
-@triton.jit
-def _numbers_of(code, scale, like, TILE: tl.constexpr, COLUMNS: tl.constexpr, CAST: tl.constexpr):
-    """(TILE, COLUMNS) fp32 numbers of codes by blocks."""
-    if like.dtype.element_ty == tl.bfloat16:
-        # What unpacking into bf16 gives, and the sum starts from that.
-        bits = decode(code, scale[:, :, None], tl.int16, CAST).to(tl.int32) << 16
-    else:
-        bits = decode(code, scale[:, :, None], tl.int32, CAST)
-    return tl.reshape(bits, [TILE, COLUMNS]).to(tl.float32, bitcast=True)
 
 
 @triton.jit

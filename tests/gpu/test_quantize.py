@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from comms.kernels import codec
 from comms.kernels.codec import dequantize, dequantize_reference, pack_rows_, quantize, quantize_reference, record_bytes
+from comms.kernels.e4m3 import number
 from moe.kernels import quantize as gathered
 from moe.kernels.quantize import (
     gather_places,
@@ -37,6 +40,30 @@ def test_quantize_and_back(dtype, row_block, block, rows, width) -> None:
     for out in DTYPES:
         back = dequantize(*coded, row_block, block, out)
         assert_same((back,), (dequantize_reference(coded[0].cpu(), coded[1].cpu(), row_block, block, out),))
+
+
+@triton.jit
+def _add_kernel(codes, scales, numbers, sums, BF16: tl.constexpr):
+    """One program: what is to be added to a row of numbers, all of one scale."""
+    WORD: tl.constexpr = tl.int16 if BF16 else tl.int32
+    at = tl.program_id(0) * 256 + tl.arange(0, 256)
+    total = tl.load(numbers + at)
+    total += number(tl.load(codes + at), tl.load(scales + tl.program_id(0)), WORD, True)
+    tl.store(sums + at, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("before", [0.0, -1.0, float("-inf"), -3.4e38, 2.0**-130])
+def test_every_code_of_every_scale_is_added_up_as_decoded(dtype: torch.dtype, before: float) -> None:
+    """A product that is fused with the sum is rounded, and overflows, as if it were not."""
+    scales = torch.arange(256, dtype=torch.uint8)
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    codes[255] = 0x7F
+    numbers = torch.full((256, 256), before)
+    expected = numbers + dequantize_reference(codes.view(torch.float8_e4m3fn), scales[:, None], 1, 256, dtype).float()
+    sums = torch.empty_like(numbers, device="cuda")
+    _add_kernel[(256,)](codes.cuda(), scales.cuda(), numbers.cuda(), sums, BF16=dtype == torch.bfloat16)
+    torch.testing.assert_close(sums.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_every_bf16_amax() -> None:
