@@ -23,7 +23,7 @@ from triton.language.extra.cuda import globaltimer
 
 from comms.kernels.e4m3 import absolute, decode, encode, scale_byte
 
-# Pieces that rows are cut into, if they are so few that these are small.
+# Pieces that rows are cut into, or a multiple of it: numbers of programs that put divide it, or come close.
 FEW_PIECES = tl.constexpr(64)
 
 
@@ -37,9 +37,12 @@ def route_of(routes, sender, receiver, PART: tl.constexpr, NUM_RANKS: tl.constex
 def rows_per_piece(count, PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr, PIECES: tl.constexpr):
     """Rows of each piece but the last one, where so many go from one rank to another.
 
-    PIECE_ROWS of many, and fewer of few, so that every program has some; more, if there were more than PIECES.
+    At most PIECE_ROWS, and so many that there are about 64 pieces, or 128, 192, ...: the programs then end together,
+    where a few pieces more would keep a few programs for a whole turn. Of few rows LEAST_ROWS. More of them, if there
+    were more than PIECES.
     """
-    rows = tl.minimum(tl.maximum(tl.cdiv(count, FEW_PIECES), LEAST_ROWS), PIECE_ROWS)
+    rounds = tl.maximum(tl.cdiv(count, PIECE_ROWS * FEW_PIECES), 1)
+    rows = tl.minimum(tl.maximum(tl.cdiv(count, rounds * FEW_PIECES), LEAST_ROWS), PIECE_ROWS)
     return tl.maximum(tl.cdiv(count, PIECES), rows)
 
 
