@@ -10,8 +10,11 @@ import time
 from typing import Any
 
 import numpy as np
+import triton.language as tl
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, ReduceOps
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, ReduceOps
 
 # Between two looks at a flag that another process has yet to write.
 POLL_SECONDS = 0.0003
@@ -23,7 +26,9 @@ def hasten() -> None:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _look_types_up_once()
     ReduceOps.generic_reduce = _reduce
-    _patch_once_per_launch()
+    _derive_types_once()
+    _fit_once()
+    _patch_once()
     _sleep_between_polls()
 
 
@@ -56,34 +61,100 @@ def _reduce(self: ReduceOps, given: Any) -> list[Any]:
     return tensors(found)
 
 
-def _patch_once_per_launch() -> None:
-    """A launch patches the modules that its kernel sees, a device function those that it sees in addition."""
-    launch, patch_lang = GridExecutor.__call__, interpreter._patch_lang
-    done: set[frozenset[int]] = set()
+def _patch_once() -> None:
+    """A launch and every device function patch the language, and the launch takes it back: here it stays patched."""
+    semantic = interpreter.interpreter_semantic
 
-    def run(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
-        done.clear()
-        launch(self, *args, **kwargs)
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        # `builtin` wraps only to see that there is a semantic.
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return function(*args, _semantic=semantic, **kwargs)
+
+        scope.set_attr(obj, name, call)
 
     def call(self: InterpretedFunction[Any], *args: Any, **kwargs: Any) -> Any:
-        seen = _languages(self)
-        if seen not in done:
-            patch_lang(self.fn)
-            done.add(seen)
         try:
             return self.rewrite()(*args, **kwargs)
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
-    GridExecutor.__call__, InterpretedFunction.__call__ = run, call
+    interpreter._patch_attr = patch
+    interpreter._patch_lang(_sees_the_language)
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    InterpretedFunction.__call__ = call
 
 
-@functools.cache
-def _languages(function: "InterpretedFunction[Any]") -> frozenset[int]:
-    """Modules of the language that a function sees."""
-    modules = (interpreter.tl, interpreter.tl.core)
-    values = list(function.fn.__globals__.values())
-    return frozenset(id(module) for module in modules if any(value is module for value in values))
+def _sees_the_language() -> Any:
+    return tl, core
+
+
+def _derive_types_once() -> None:
+    """Shapes and names of a type, and how a tensor fits a number or another tensor, follow from types alone."""
+    derive, alone = core.block_type.__init__, (core.tuple([]), core.constexpr(1))
+    of_block: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        known = of_block.get(key)
+        if known is None:
+            derive(self, element_ty, shape)
+            sizes = core.tuple([core.constexpr(size) for size in self.shape])
+            known = of_block[key] = {**self.__dict__, "of_tensors": (sizes, core.constexpr(self.numel))}
+        self.__dict__.update(known, element_ty=element_ty)
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_tensors if type.is_block() else alone
+
+    core.block_type.__init__, core.tensor.__init__ = make_block_type, make_tensor
+
+
+def _fit_once() -> None:
+    """Operands of equal type fit as they are, and a number becomes the same tensor beside every tensor of a type."""
+    fit, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    tensor, numbers = core.tensor, (int, float, bool)
+    fitting: set[tuple[Any, ...]] = set()
+    left_numbers: dict[tuple[Any, ...], Any] = {}
+    right_numbers: dict[tuple[Any, ...], Any] = {}
+
+    def fit_quickly(self: Any, lhs: Any, rhs: Any, *rules: Any, **more: Any) -> Any:
+        left, right = type(lhs), type(rhs)
+        if left is right is tensor:
+            key = (lhs.type.name, rhs.type.name, rules, *more.items())
+            if key in fitting:
+                return lhs, rhs
+            fitted, made = fit(self, lhs, rhs, *rules, **more)
+            if fitted is lhs and made is rhs:
+                fitting.add(key)
+            return fitted, made
+        elif left is tensor and right in numbers:
+            key = (lhs.type.name, right, rhs, rules, *more.items())
+            if (made := right_numbers.get(key)) is not None:
+                return lhs, made
+            fitted, made = fit(self, lhs, rhs, *rules, **more)
+            if fitted is lhs:
+                right_numbers[key] = made
+            return fitted, made
+        elif right is tensor and left in numbers:
+            key = (rhs.type.name, left, lhs, rules, *more.items())
+            if (made := left_numbers.get(key)) is not None:
+                return made, rhs
+            made, fitted = fit(self, lhs, rhs, *rules, **more)
+            if fitted is rhs:
+                left_numbers[key] = made
+            return made, fitted
+        return fit(self, lhs, rhs, *rules, **more)
+
+    def broadcast_quickly(self: Any, lhs: Any, rhs: Any) -> Any:
+        one, other = lhs.type, rhs.type
+        if one.is_block() and other.is_block() and one.shape.values == other.shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.binary_op_type_checking_impl = fit_quickly
+    TritonSemantic.broadcast_impl_value = broadcast_quickly
 
 
 def _sleep_between_polls() -> None:
