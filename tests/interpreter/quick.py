@@ -188,8 +188,8 @@ def _fit_once() -> None:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
-    def cast_quickly(self: Any, given: Any, kind: Any, rounding: Any = None) -> Any:
-        return given if given.dtype is kind else cast(self, given, kind, rounding)
+    def cast_quickly(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        return input if input.dtype is dst_ty else cast(self, input, dst_ty, fp_downcast_rounding)
 
     TritonSemantic.binary_op_type_checking_impl = fit_quickly
     TritonSemantic.broadcast_impl_value = broadcast_quickly
