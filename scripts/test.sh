@@ -13,8 +13,8 @@ beside=
 trap '[ -z "$beside" ] || kill "$beside" 2>/dev/null; rm -rf "$folder"' EXIT
 trap 'exit 130' INT TERM
 
-# Of the whole programs this goes there: both then take about as long.
-moved=(tests/e2e/test_layouts.py)
+# Of the whole programs these go there: both then take about as long.
+moved=(tests/e2e/test_layouts.py tests/e2e/test_huggingface.py)
 
 # Each remembers for --lf what failed in its own folders. Words come before the folders: -k, --durations.
 "$python" -m pytest -o cache_dir=.pytest_cache/distributed "$@" tests/distributed "${moved[@]}" >"$folder/beside" 2>&1 &
