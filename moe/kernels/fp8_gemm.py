@@ -83,9 +83,11 @@ def _fp8_rows_kernel(
     PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A tile is two blocks of weights wide: each has its own product, so that one is scaled while the other runs."""
-    tile_ends, num_tiles, tiles_n = _schedule(offsets, num_experts, width, EXPERTS, BLOCK_M, 2 * BLOCK)
+    _, num_tiles, _ = _schedule(offsets, num_experts, width, EXPERTS, BLOCK_M, 2 * BLOCK)
     blocks_k, blocks_n = tl.cdiv(inner, BLOCK), tl.cdiv(width, BLOCK)
     for tile in range(tl.program_id(0), num_tiles, PROGRAMS):
+        # Anew for each tile: kept, it would take registers that two products and two sums need (255 of 255).
+        tile_ends, _, tiles_n = _schedule(offsets, num_experts, width, EXPERTS, BLOCK_M, 2 * BLOCK)
         expert, start, count, m, n = _tile(offsets, tile, tile_ends, tiles_n, num_experts, EXPERTS, BLOCK_M, GROUP)
         first = start + m * BLOCK_M
         pair = (first + tl.arange(0, BLOCK_M)).to(tl.int64)

@@ -1,11 +1,13 @@
 """The benchmark of matmuls whose rows travel: it runs, sides agree, and it writes and shows what it found."""
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from scripts.bench_async_tp import SIDES, cases_of, main, parse_arguments
+from scripts.bench_async_tp import SIDES, cases_of, main, parse_arguments, trace_step
 
 
 @pytest.mark.slow
@@ -41,6 +43,15 @@ def test_low_precision(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert result == json.loads(capfd.readouterr().out) and result["recipe"] == "fp8_blockwise"
     # The same operands; sums of bf16 parts are rounded elsewhere.
     assert all(case["sides"]["ours"]["error"] < 8e-3 for case in result["cases"])
+
+
+def test_the_second_step_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    steps: list[torch.Tensor] = []
+    trace_step(lambda: steps.append(torch.ones(3).cumsum(0)), tmp_path / "new" / "blocks.json.gz")
+    with gzip.open(tmp_path / "new" / "blocks.json.gz") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert len(steps) == 2 and names.count("aten::cumsum") == 1
 
 
 def test_cases() -> None:
