@@ -15,6 +15,7 @@ mistake in the arguments or the files.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,8 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             arguments.source = find_folder(arguments.source)
         except FileNotFoundError as error:
-            # Before torch is imported, which takes seconds.
-            print(f"error: {error}", file=sys.stderr)
+            # Before torch is imported, which takes seconds; under torchrun by one voice.
+            if os.environ.get("RANK", "0") == "0":
+                print(f"error: {error}", file=sys.stderr)
             return 2
     from parallel.process_group import process_group
     from trainer.hf_convert import NotWrittenError

@@ -19,15 +19,10 @@ import datetime
 import difflib
 import json
 import os
-import platform
 import re
 import secrets
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +30,7 @@ import yaml
 
 from trainer.compose import config_to_yaml, load_config
 from trainer.config import Config, RunConfig
+from trainer.environment import describe_environment
 from trainer.validate import check_run_id
 
 STATES = ("running", "finished", "preempted", "failed")
@@ -64,9 +60,6 @@ FREE = (
 # An evaluation of finished weights needs the same model, whatever it was trained on.
 GUARDED_EVAL_ONLY = ("model",)
 ENDS = ("train.steps", "train.max_tokens")
-PACKAGES = ("torch", "torchtitan", "torchao", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "wandb")
-# Names of variables that tell where a run came from; values of others are not recorded, they may be secrets.
-RECORDED_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_NNODES", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
 
 
 class Change(NamedTuple):
@@ -285,29 +278,6 @@ def check_architecture(config: Config, step_folder: Path, *, refuse: bool) -> st
     return f"warning: {step_folder} belongs to a run with another architecture ({stored}):\n{_diff(different)}"
 
 
-def describe_environment(world_size: int) -> dict[str, Any]:
-    """Versions, commit, host and devices of this process, for environment.json."""
-    import torch  # late: the command line is checked before torch is loaded
-
-    root = Path(__file__).resolve().parent.parent
-    return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "host": socket.gethostname(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("sluicegate", *PACKAGES)},
-        "cuda": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cpus": os.cpu_count(),
-        "world_size": world_size,
-        "code": str(root),
-        "commit": _git(root, "rev-parse", "HEAD"),
-        "modified_files": (_git(root, "status", "--porcelain", "--untracked-files=no") or "").splitlines(),
-        "argv": sys.argv,
-        "variables": {name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
-    }
-
-
 def replace_file(path: Path, text: str) -> None:
     """Write `text` to `path` so that a crash leaves the old file or the new one, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -397,21 +367,3 @@ def _finished_text(path: Path, status: Mapping[str, Any]) -> str:
         f"run {path.name} is finished (step {status['step']}, {path}): nothing to do. To train it further give a "
         "larger train.steps and 'run.allow_changes=[train.steps]'; for a new run another run.id."
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _git(root: Path, *words: str) -> str | None:
-    """Output of a git command on the checkout; None for an installed package or without git."""
-    if not (root / ".git").exists():
-        return None
-    try:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -15,7 +15,7 @@ Shape suffixes: T tokens, N ranks, R rows received.
 import triton
 import triton.language as tl
 
-from comms.kernels.e4m3 import absolute, encode, number, scale_byte
+from comms.kernels.e4m3 import absolute, decode_fp32, encode, scale_byte
 from comms.kernels.flags import epoch_of, finish, ready_at, signal, wait, wait_for_room
 from comms.kernels.parts import put_sums, sum_parts
 from comms.kernels.pieces import (
@@ -208,9 +208,9 @@ def _sum_coded(
         for step in tl.static_range(NUM_RANKS):
             # Own rows when it is their turn; the order of two makes no difference.
             if step == (me if NUM_RANKS > 2 else 0):
-                total += number(own, scale, WORD, CAST)
+                total += decode_fp32(own, scale, WORD, CAST)
             if step < NUM_RANKS - 1:
-                total += number(codes[step], scales[step], WORD, CAST)
+                total += decode_fp32(codes[step], scales[step], WORD, CAST)
         place = token.to(tl.int64) * WIDTH + column
         tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < end) & (column < WIDTH))
 

@@ -124,7 +124,7 @@ def _decode_in_integers(code, factor, scale):
 
 
 @triton.jit
-def number(code, scale, WORD: tl.constexpr, CAST: tl.constexpr):
+def decode_fp32(code, scale, WORD: tl.constexpr, CAST: tl.constexpr):
     """fp32 numbers of what `decode` gives, to be added up: a zero's sign and a NaN's bits make no difference there.
 
     With CAST the power of two comes in two factors, and fp16 takes the first, two codes at a time. It rounds as words

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from comms.kernels import codec
 from comms.kernels.codec import dequantize, dequantize_reference, pack_rows_, quantize, quantize_reference, record_bytes
-from comms.kernels.e4m3 import number
+from comms.kernels.e4m3 import decode_fp32
 from moe.kernels import quantize as gathered
 from moe.kernels.quantize import (
     gather_places,
@@ -48,7 +48,7 @@ def _add_kernel(codes, scales, numbers, sums, BF16: tl.constexpr):
     WORD: tl.constexpr = tl.int16 if BF16 else tl.int32
     at = tl.program_id(0) * 256 + tl.arange(0, 256)
     total = tl.load(numbers + at)
-    total += number(tl.load(codes + at), tl.load(scales + tl.program_id(0)), WORD, True)
+    total += decode_fp32(tl.load(codes + at), tl.load(scales + tl.program_id(0)), WORD, True)
     tl.store(sums + at, total)
 
 
