@@ -7,6 +7,7 @@ Workers exit 0 when the run is finished or was asked to stop (status.json tells 
 data, 1 otherwise. The run itself is trainer/trainer.py.
 """
 
+import faulthandler
 import os
 import sys
 from collections.abc import Sequence
@@ -42,4 +43,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # Otherwise a crash in native code leaves no more than the number of a signal.
+    faulthandler.enable()
     main()

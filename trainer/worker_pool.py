@@ -12,15 +12,18 @@ that has imported them. The functions must live at module level: they are pickle
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,11 +53,14 @@ class WorkerPool:
         context = _context(device)
         port = free_port()
         self.broken = False
+        # Where each rank was when a signal ended it, a file per rank.
+        self.stacks = tempfile.TemporaryDirectory(prefix="stacks-")
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, world_size, port, device, theirs), daemon=True)
+            args = (rank, world_size, port, device, theirs, self._stack(rank))
+            process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -98,13 +104,26 @@ class WorkerPool:
             process.kill()
         for process in self.processes:
             process.join(5)
+        self.stacks.cleanup()
+
+    def _stack(self, rank: int) -> Path:
+        return Path(self.stacks.name, str(rank))
+
+    def _stack_lines(self, rank: int) -> list[str]:
+        """Which signal, and the Python stack of each thread; nothing of a process that ended otherwise."""
+        try:
+            lines = self._stack(rank).read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [line for line in lines if line and not line.startswith("Extension modules:")]
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
         try:
             return self.pipes[rank].recv()
         except (EOFError, OSError):
             self.processes[rank].join(5)
-            return False, f"the process died (exit code {self.processes[rank].exitcode})"
+            died = f"the process died (exit code {self.processes[rank].exitcode})"
+            return False, "\n".join([died, *self._stack_lines(rank)])
 
 
 def free_port() -> int:
@@ -139,11 +158,16 @@ def _failure_message(name: str, failures: dict[int, str], results: dict[int, Any
     # A rank that lost a peer says so too: the one that died, or else the first that spoke, is the cause.
     ranks = sorted(failures, key=lambda rank: not failures[rank].startswith("the process died"))
     parts = [f"{name} failed on rank {ranks[0]}:\n{failures[ranks[0]].rstrip()}"]
-    parts += [f"then on rank {rank}: {failures[rank].rstrip().splitlines()[-1]}" for rank in ranks[1:]]
+    parts += [f"then on rank {rank}: {_last_word(failures[rank])}" for rank in ranks[1:]]
     return "\n".join(parts)
 
 
-def _work(rank: int, world_size: int, port: int, device: str, pipe: Connection) -> None:
+def _last_word(failure: str) -> str:
+    lines = failure.rstrip().splitlines()
+    return lines[0] if lines[0].startswith("the process died") else lines[-1]
+
+
+def _work(rank: int, world_size: int, port: int, device: str, pipe: Connection, stack: Path) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -155,7 +179,12 @@ def _work(rank: int, world_size: int, port: int, device: str, pipe: Connection) 
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
-    with contextlib.suppress(EOFError, KeyboardInterrupt), process_group(GROUP_TIMEOUT_SECONDS):
+    with (
+        stack.open("w") as file,
+        contextlib.suppress(EOFError, KeyboardInterrupt),
+        process_group(GROUP_TIMEOUT_SECONDS),
+    ):
+        faulthandler.enable(file)
         while True:
             function, args = pipe.recv()
             # What is alive between tasks is modules, which receiving the function has loaded: the collection after the

@@ -256,6 +256,12 @@ def die_in_the_middle_of_a_sum() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+def crash_in_native_code() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    signal.pause()
+
+
 class Cycle:
     def __init__(self) -> None:
         self.itself = self
@@ -289,6 +295,7 @@ def wait_for_ever() -> None:
     [
         (fail_on_rank_1, ["fail_on_rank_1 failed on rank 1", "ValueError: no such thing", "line"]),
         (die_in_the_middle_of_a_sum, ["failed on rank 1:\nthe process died (exit code 7)"]),
+        (crash_in_native_code, ["died (exit code -11)", "Segmentation fault", "line", "in crash_in_native_code"]),
         (wait_for_ever, ["wait_for_ever: rank 0, 1 of 2 still busy after 5 s"]),
     ],
 )
