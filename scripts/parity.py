@@ -155,13 +155,15 @@ def _trainer_word(word: str) -> str:
 def run_experiment(words: Words) -> int:
     """Compare the layouts of one experiment and print a table."""
     from trainer.compose import compose
-    from trainer.parity_check import ParityCheck, Workers
 
     if not any(word.startswith("experiment=") for word in words.overrides):
         raise ValueError("name an experiment: python scripts/parity.py experiment=qwen3_30b_a3b")
     micro_steps = words.number("accumulate", 1)
     seconds = words.number("seconds", 1) if words.own["seconds"] else math.inf
     config = compose(words.overrides)
+    # Importing torch takes seconds, and a mistake should not.
+    from trainer.parity_check import ParityCheck, Workers
+
     layouts = wanted_layouts(words, config)
     device = choose_device(words, layouts)
     recipe = words.choice("recipe", ("", "fp64", "fp32", "bf16")) or ("fp64" if device == "cpu" else "bf16")
@@ -316,16 +318,16 @@ def check_writable(**files: Path) -> None:
 
 def run_matrix(words: Words) -> int:
     """Compare every layout of the three experiments that is not in the results yet, and write the table."""
-    from trainer.compose import compose
-    from trainer.parity_check import ParityCheck, Workers
-    from trainer.parity_layouts import legal_layouts
-    from trainer.parity_matrix import append_result, code_digest, matrix_text, read_results, result_of
-
     if words.overrides:
         used = ", ".join(name for name in DEFAULTS if name not in UNUSED[True])
         raise ValueError(f"matrix: {words.overrides[0]} is not among {used}")
     most = words.number("nproc", 2) if words.own["nproc"] != DEFAULTS["nproc"] else 8
     recipe = words.choice("recipe", ("", "fp64", "fp32")) or "fp64"
+    from trainer.compose import compose
+    from trainer.parity_check import ParityCheck, Workers
+    from trainer.parity_layouts import legal_layouts
+    from trainer.parity_matrix import append_result, code_digest, matrix_text, read_results, result_of
+
     path, out, code = Path(words.own["results"]), Path(words.own["out"]), code_digest()
     check_writable(results=path, out=out)
     done, results = read_results(path, code), []

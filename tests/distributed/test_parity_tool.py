@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from tests.distributed.faults import FAULTS
 from tests.distributed.harness import run_workers
 from tests.distributed.traces import settled
 from trainer import parity_check, parity_matrix
-from trainer.compose import compose
+from trainer.compose import CONFIG_DIR, compose
 from trainer.parity import Trace, compare, worst_error
 from trainer.parity_layouts import Layout, parse_layouts
 from trainer.worker_pool import WorkerError, WorkerPool
@@ -71,6 +73,12 @@ def test_a_wrong_layout_is_reported_by_name(capsys: pytest.CaptureFixture[str]) 
     # The worst of what went wrong first: a gradient of a weight that the tp ranks share.
     assert re.search(r"WRONG .*\n +gradient \S*(norm|router)\.weight: error \d\.\d+e[-+]\d+, bound 1e-10\n", out)
     assert out.endswith("1 right, 1 wrong\n")
+
+
+def test_a_mistake_is_told_without_torch() -> None:
+    code = "import sys; from scripts import parity; print(parity.main(['experiment=qwen4']), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=CONFIG_DIR.parent, capture_output=True, text=True)
+    assert done.stdout == "2 False\n" and "no such option" in done.stderr, done
 
 
 def test_a_worker_that_dies_is_named_and_the_next_layout_runs(capsys: pytest.CaptureFixture[str]) -> None:
