@@ -3,15 +3,15 @@
 Forward keeps the received rows, h (what the activation takes) and indices; the rest is worked out again:
 
     forward    h, a = up(rows);  y = down(a);  out[r] = sum of y over the pairs of row r
-    backward   dh, a, dots = act_grad(dout, h);  d(routing weight) = dots (+ <dout, down bias>)
-               dW_down = dout^T a;  d rows[r] = sum of up_grad(dh) over the pairs of r;  dW_gate_up = dh^T rows
+    backward   dh, dots, dW_down = down_backward(dout, h);  d(routing weight) = dots (+ <dout, down bias>)
+               d rows[r] = sum of up_grad(dh) over the pairs of r;  dW_gate_up = dh^T rows
 
 A pair's output is linear in its weighted activation, so the gradient of its routing weight is <da, act(h)>, and y need
 not be kept (the identity is SonicMoE's, arXiv:2512.14080).
 
 Forward reads rows by index. Backward copies dout and the rows once per pair, each for as long as two and one products
-take: there the indices would stand in the innermost loop (450 against 665 TFLOP/s on an H200). Rows are copied, and
-their gradients added up, beside products (`launch_beside`).
+take: there the indices would stand in the innermost loop (450 against 665 TFLOP/s on an H200). Rows are copied, their
+gradients added up, and the activation's gradient formed, beside products (`launch_beside`, `launch_down_backward`).
 
 Shape suffixes: R rows, K slots per row, P pairs sorted by expert, D model dim, F hidden units of one expert, H = 2 F,
 E experts.
@@ -38,6 +38,7 @@ from moe.fused_launches import (
     activation_of,
     launch_act_grad,
     launch_beside,
+    launch_down_backward,
     launch_rows,
     launch_up,
     launch_weight_grad,
@@ -92,7 +93,7 @@ def _works(P: int, E: int, D: int, F: int, device: torch.device) -> dict[tuple[s
     return {
         ("up", (E, D, F)): partial(up, x_PD, rows_P, weights_P, w_up, None, offsets_E, "swiglu"),
         ("down", (E, F, D)): partial(down, a_PF, w_down, None, weights_P, offsets_E),
-        ("act_grad", (E, D, F)): partial(act_grad, x_PD, weights_P, w_down, offsets_E, h_PH, "swiglu"),
+        ("act_grad", (E, D, F)): partial(launch_rows, "act_grad", x_PD, w_down, offsets_E, a_PF, True),
         ("up_grad", (E, 2 * F, D)): partial(up_grad, h_PH, w_up, offsets_E),
         ("weight_grad", (E, D, F)): partial(weight_grad, x_PD, a_PF, offsets_E),
         ("weight_grad", (E, 2 * F, D)): partial(weight_grad, h_PH, x_PD, offsets_E),
@@ -127,8 +128,8 @@ class _FusedExperts(torch.autograd.Function):
         w_gate_up_E2FD, w_down_EDF, b_gate_up_E2F, b_down_ED = weights
         dout_RD = grads[0].contiguous()
         dout_PD = expand_rows(dout_RD, slots_RK, weights_P.shape[0])
-        dh_PH, a_PF, dots_P = act_grad(dout_PD, weights_P, w_down_EDF, offsets_E, h_PH, ctx.activation)
-        dw_down_EDF = weight_grad(dout_PD, a_PF, offsets_E)
+        given = dout_PD, weights_P, w_down_EDF, offsets_E, h_PH
+        dh_PH, dots_P, dw_down_EDF = down_backward(*given, ctx.activation)
         db_gate_up_E2F = db_down_ED = None
         if b_gate_up_E2F is not None or b_down_ED is not None:
             # As products with a one-hot matrix: no atomics.
@@ -139,7 +140,7 @@ class _FusedExperts(torch.autograd.Function):
                 db_down_ED = (of_expert_PE * weights_P[:, None]).to(known_PD.dtype).T @ known_PD
             if b_gate_up_E2F is not None:
                 db_gate_up_E2F = (of_expert_PE.T @ clear_tail_(dh_PH, offsets_E)).view_as(b_gate_up_E2F)
-        del dout_PD, a_PF
+        del dout_PD, given
         d_PD, rows_PD = up_grad_and_rows(dh_PH, w_gate_up_E2FD, offsets_E, rows_RD, slots_RK)
         dw_gate_up_EHD, d_rows_RD = weight_grad_and_sums(dh_PH, rows_PD, offsets_E, d_PD, slots_RK)
         d_weights_RK = gather_sums(dots_P[:, None], slots_RK).to(ctx.weights_dtype)
@@ -294,24 +295,23 @@ def _act_grad(
     return dh_PH, dots_P
 
 
-@operator("experts_down_grad")
-def down_grad(dout_PD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
-    """da (P, F): W[e]^T dout[p]."""
-    return _rows_times("act_grad", dout_PD, w_EDF, offsets_E, True)
-
-
-@register_fake(down_grad)
-def _(dout_PD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
-    return dout_PD.new_empty(dout_PD.shape[0], w_EDF.shape[2])
-
-
-def act_grad(
+@operator("experts_down_backward")
+def down_backward(
     dout_PD: Tensor, weights_P: Tensor, w_EDF: Tensor, offsets_E: Tensor, h_PH: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dh (P, 2F), w[p] * act(h[p]) (P, F), and <da, act(h)> (P,) in fp32, where da[p] = W[e]^T dout[p]."""
-    a_PF = down_grad(dout_PD, w_EDF, offsets_E)
-    dh_PH, dots_P = act_grad_(a_PF, h_PH, weights_P, offsets_E, activation)
-    return dh_PH, a_PF, dots_P
+    """dh (P, 2F), <da, act(h)> (P,) in fp32, where da[p] = W[e]^T dout[p], and dW (E, D, F) = dout^T (w[p] act(h))."""
+    a_PF, dh_PH = h_PH.new_empty(h_PH.shape[0], w_EDF.shape[2]), torch.empty_like(h_PH)
+    dots_P, dw_EDF = h_PH.new_empty(h_PH.shape[0], dtype=torch.float32), torch.empty_like(w_EDF)
+    given = dout_PD, weights_P, w_EDF, offsets_E, h_PH
+    launch_down_backward(*given, a_PF, dh_PH, dots_P, dw_EDF, activation)
+    return dh_PH, dots_P, dw_EDF
+
+
+@register_fake(down_backward)
+def _(
+    dout_PD: Tensor, weights_P: Tensor, w_EDF: Tensor, offsets_E: Tensor, h_PH: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(h_PH), h_PH.new_empty(h_PH.shape[0], dtype=torch.float32), torch.empty_like(w_EDF)
 
 
 @operator("experts_weight_grad")

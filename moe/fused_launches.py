@@ -5,6 +5,8 @@
     spare     multiprocessors to leave to an exchange that travels meanwhile
     kept      the base of rows, tables and h, if they are in an arena (comms/saved_arena.py)
 
+With all rows in one chunk, an even part of the experts is launched like a chunk: by that part of the weights.
+
 The kernels are persistent and deal their tiles out beforehand: a program that finds no multiprocessor starts when the
 others end. So beside an exchange there must be fewer of them.
 
@@ -32,8 +34,13 @@ from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_kernel, w
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE
 from moe.tiles import Tile, tile_for
 
-# Pairs and columns of one program of the activation's gradient.
-ACT_ROWS, ACT_COLUMNS = 8, 256
+# Pairs and columns of one program of the activation's gradient, and its warps.
+ACT_ROWS, ACT_COLUMNS, ACT_WARPS = 8, 256, 4
+# Beside a product, which leaves it 19,700 registers of a multiprocessor: 8 programs of 2,304, with 24 KB on their way.
+# One program of 8 pairs would take 12,288.
+BESIDE_ROWS, BESIDE_WARPS = 2, 1
+# Numbers of the activation from which on backward has the experts in parts: 16 tiles per multiprocessor, 8 in each.
+LEAST_IN_PARTS = 16 * 132 * 128 * 256
 
 
 def launch_up(
@@ -62,10 +69,15 @@ def launch_up(
 def launch_rows(
     kernel: str, a_PI: Tensor, w_E: Tensor, ends_S: Tensor, out_PO: Tensor, transposed: bool,
     bias_EO: Tensor | None = None, weights_P: Tensor | None = None, chunk: int = 0, spare: int = 0,
+    num_experts: int | None = None,
 ) -> None:  # fmt: skip
-    """w[e] a[p] with w (E, O, I); or, transposed, w[e]^T a[p] with w (E, I, O). `kernel` is its name among tiles."""
+    """w[e] a[p] with w (E, O, I); or, transposed, w[e]^T a[p] with w (E, I, O). `kernel` is its name among tiles.
+
+    Args:
+        num_experts: those of the whole, if w is a part: it takes the tile that was chosen for them.
+    """
     (num_pairs, inner), width, E = a_PI.shape, out_PO.shape[1], w_E.shape[0]
-    tile = tile_for(kernel, (E, inner, width))
+    tile = tile_for(kernel, (num_experts or E, inner, width))
     if num_pairs == 0:
         return
     a_desc = TensorDescriptor.from_tensor(a_PI, [tile.m, tile.k])
@@ -82,66 +94,123 @@ def launch_rows(
 def launch_act_grad(
     da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, ends_S: Tensor, dh_PH: Tensor, dots_P: Tensor, activation: str,
     num_experts: int, coded: tuple[Tensor, Tensor] | None = None, chunk: int = 0, num_pairs: int | None = None,
-    kept: Tensor | None = None, keeps_hidden: bool = False,
+    kept: Tensor | None = None, keeps_hidden: bool = False, beside: bool = False,
 ) -> None:  # fmt: skip
     """dh and <da, act(h)>; in the place of da stands w[p] * act(h[p]). Coded: dh in e4m3 and its scales, too.
 
     Args:
         num_pairs: the most pairs of the chunk; None: all.
         keeps_hidden: if there is an arena, h is in it, too.
+        beside: in small programs, which find room beside a product's.
     """
     P, F = da_PF.shape
     values, scales = (None, None) if coded is None else coded
     block = ACT_COLUMNS if coded else min(ACT_COLUMNS, triton.next_power_of_2(F))
     num_pairs = P if num_pairs is None else num_pairs
+    rows, warps = (BESIDE_ROWS, BESIDE_WARPS) if beside else (ACT_ROWS, ACT_WARPS)
     if num_pairs:
-        act_grad_kernel[(triton.cdiv(num_pairs, ACT_ROWS),)](
+        act_grad_kernel[(triton.cdiv(num_pairs, rows),)](
             da_PF, weights_P, ends_S, h_PH, dh_PH, values, scales, dots_P, kept, F, num_experts, chunk * num_experts,
-            ROWS=ACT_ROWS, BLOCK=block, CODED=coded is not None, CAST=can_cast(h_PH), **activation_of(activation, h_PH),
-            KEEPS=keeps_hidden and kept is not None,
+            ROWS=rows, BLOCK=block, CODED=coded is not None, CAST=can_cast(h_PH), **activation_of(activation, h_PH),
+            KEEPS=keeps_hidden and kept is not None, num_warps=warps,
         )  # fmt: skip
 
 
 def launch_weight_grad(
-    left_PM: Tensor, right_PN: Tensor, ends_S: Tensor, out_EMN: Tensor, spare: int = 0
+    left_PM: Tensor, right_PN: Tensor, ends_S: Tensor, out_EMN: Tensor, spare: int = 0, part: range | None = None
 ) -> None:  # fmt: skip
-    """The sum over each expert's pairs, of all chunks, of left[p] right[p]^T; zero for an expert without pairs."""
+    """The sum over each expert's pairs, of all chunks, of left[p] right[p]^T; zero for an expert without pairs.
+
+    Args:
+        part: only these experts; None: all.
+    """
     E, M, N = out_EMN.shape
+    part = range(E) if part is None else part
     tile = tile_for("weight_grad", (E, M, N))
     if left_PM.shape[0] == 0:
-        out_EMN.zero_()
+        out_EMN[part.start : part.stop].zero_()
         return
     left_desc = create_ragged_descriptor(left_PM, [tile.k, tile.m])
     right_desc = create_ragged_descriptor(right_PN, [tile.k, tile.n])
     out_desc = TensorDescriptor.from_tensor(out_EMN, [1, tile.m, tile.n])
     weight_grad_kernel[num_programs(left_PM, spare)](
-        left_desc, right_desc, ends_S, out_desc, M, N, E,
+        left_desc, right_desc, ends_S, out_desc, M, N, E, part.start, len(part),
         CHUNKS=ends_S.shape[0] // E, **_launch(left_PM, tile, spare),
     )  # fmt: skip
+
+
+def launch_down_backward(
+    dout_PD: Tensor, weights_P: Tensor, w_EDF: Tensor, ends_E: Tensor, h_PH: Tensor,
+    a_PF: Tensor, dh_PH: Tensor, dots_P: Tensor, dw_EDF: Tensor, activation: str,
+) -> None:  # fmt: skip
+    """All that backward has to do with the down map: da[p] = W[e]^T dout[p], what launch_act_grad makes of it, and dW.
+
+    The activation's gradient moves six numbers for each of a's and multiplies none. So experts are done in parts, and
+    one part's pass runs beside products of others:
+
+        products    da of 0    da of 1    dW of 0    dW of 1
+        passes                    0          1
+    """
+    E, num_parts = w_EDF.shape[0], parts_of(w_EDF, a_PF)
+    parts = [range(first, first + E // num_parts) for first in range(0, E, E // num_parts)]
+
+    def product(number: int, part: range) -> None:
+        w_part = w_EDF[part.start : part.stop]
+        launch_rows("act_grad", dout_PD, w_part, ends_E, a_PF, True, chunk=number, num_experts=E)
+
+    def activation_grad(number: int, part: range) -> None:
+        given = a_PF, h_PH, weights_P, ends_E, dh_PH, dots_P, activation, len(part)
+        launch_act_grad(*given, chunk=number, beside=True)
+
+    if num_parts == 1 or not a_PF.is_cuda:
+        for number, part in enumerate(parts):
+            product(number, part)
+            activation_grad(number, part)
+            launch_weight_grad(dout_PD, a_PF, ends_E, dw_EDF, part=part)
+        return
+    current, products = torch.cuda.current_stream(a_PF.device), _product_stream(a_PF.device)
+    products.wait_stream(current)
+    known = []
+    with torch.cuda.stream(products):
+        for number, part in enumerate(parts):
+            product(number, part)
+            known.append(products.record_event())
+    for number, part in enumerate(parts):
+        current.wait_event(known[number])
+        activation_grad(number, part)
+        products.wait_event(current.record_event())
+        with torch.cuda.stream(products):
+            launch_weight_grad(dout_PD, a_PF, ends_E, dw_EDF, part=part)
+    current.wait_stream(products)
+
+
+def parts_of(w_EDF: Tensor, a_PF: Tensor) -> int:
+    """In how many parts launch_down_backward has the experts; in 1 where a part's tiles would be too few."""
+    return 2 if w_EDF.shape[0] % 2 == 0 and a_PF.numel() >= LEAST_IN_PARTS else 1
 
 
 def launch_beside(like: Tensor, product: Callable[[], None], copies: Callable[[], None]) -> None:
     """Both launches at once: what copies rows takes memory's time while the product takes the tensor cores'.
 
     A product's one program per multiprocessor leaves a third of the registers, and what copies needs no shared memory:
-    both find room. The product comes first, or its programs would have to wait for those that copy. Neither may
-    allocate: memory of another stream would come back too early.
+    both find room. Neither may allocate: memory of another stream would come back too early.
     """
     if not like.is_cuda:
         product()
         copies()
         return
-    current, side = torch.cuda.current_stream(like.device), _side_stream(like.device)
-    side.wait_stream(current)
-    product()
-    with torch.cuda.stream(side):
-        copies()
-    current.wait_stream(side)
+    current, products = torch.cuda.current_stream(like.device), _product_stream(like.device)
+    products.wait_stream(current)
+    with torch.cuda.stream(products):
+        product()
+    copies()
+    current.wait_stream(products)
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _product_stream(device: torch.device) -> torch.cuda.Stream:
+    """Before others: a product's programs, one per multiprocessor, must not wait until many small ones are through."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def num_programs(tensor: Tensor, spare: int = 0) -> tuple[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from comms.kernels.gather_sum import gather_sum
-from moe.fused_experts import act_grad, down, up, up_grad, up_grad_and_rows, weight_grad, weight_grad_and_sums
+from moe.fused_experts import down, down_backward, up, up_grad, up_grad_and_rows, weight_grad, weight_grad_and_sums
 from moe.kernels.pair_rows import expand_rows, gather_rows
 from moe.kernels.sort_pairs import sort_pairs
 from scripts.moe_sides import Problem, Shape, draw_ids
@@ -62,7 +62,8 @@ def product_works(problem: Problem, ids_RK: Tensor) -> dict[str, Work]:
     works: dict[str, tuple[Callable[[], Any], float]] = {
         "up": (partial(up, problem.x_TD, pairs.rows_P, weights_P, w_up, None, offsets_E, "swiglu"), 2 * one),
         "down": (partial(down, a_PF, w_down, None, weights_P, offsets_E), one),
-        "act_grad": (partial(act_grad, dout_PD, weights_P, w_down, offsets_E, h_PH, "swiglu"), one),
+        # Two products, and the activation's gradient beside them.
+        "down_backward": (partial(down_backward, dout_PD, weights_P, w_down, offsets_E, h_PH, "swiglu"), 2 * one),
         "weight_grad down": (partial(weight_grad, dout_PD, a_PF, offsets_E), one),
         # h stands for its gradient, which has the same size.
         "up_grad": (partial(up_grad, h_PH, w_up, offsets_E), 2 * one),

@@ -28,7 +28,7 @@ from comms.kernels.pieces import (
     move,
     move_coded,
     num_turns,
-    parts_per_piece,
+    part_of,
     records_at,
     route_of,
     rows_per_piece,
@@ -196,14 +196,11 @@ def _take_there(
         nth, rank = turn // (NUM_RANKS - 1), (me + NUM_RANKS - 1 - turn % (NUM_RANKS - 1)) % NUM_RANKS
         count = route_of(routes, rank, me, 0, NUM_RANKS)
         per_piece = rows_per_piece(count, PIECE_ROWS, LEAST_ROWS, PIECES)
-        parts = parts_per_piece(per_piece, PART_ROWS)
-        piece = nth // parts
-        begin = piece * per_piece + nth % parts * PART_ROWS
-        end = tl.minimum((piece + 1) * per_piece, count)
+        piece, begin, end = part_of(nth, per_piece, count, PART_ROWS)
         if (begin < end) | (nth == 0):
             word = ready_at(rank, piece, FLAGS_AT, NUM_RANKS, PIECES)
             wait(pointers, errors, me, rank, word, FAILED_AT, tag, epoch, limit, True, CLOCK)
-            num_rows = tl.minimum(end - begin, PART_ROWS)
+            num_rows = end - begin
             place = (route_of(routes, rank, me, 1, NUM_RANKS) + begin).to(tl.int64)
             if CODE_BLOCK > 0:
                 move_coded(

@@ -53,6 +53,20 @@ def parts_per_piece(per_piece, PART_ROWS: tl.constexpr):
 
 
 @triton.jit
+def part_of(nth, per_piece, count, PART_ROWS: tl.constexpr):
+    """Piece that the n-th part belongs to, and where the part's rows begin and end.
+
+    A piece's parts are of equally many rows. A program may come to the same part of every piece, and pieces of 32 rows
+    in parts of 31 and 1 would give one program 31 times as many as the next.
+    """
+    parts = parts_per_piece(per_piece, PART_ROWS)
+    piece, part = nth // parts, nth % parts
+    begin = piece * per_piece + part * per_piece // parts
+    end = piece * per_piece + (part + 1) * per_piece // parts
+    return piece, begin, tl.minimum(end, count)
+
+
+@triton.jit
 def num_turns(
     routes, me, FROM_ME: tl.constexpr, NUM_RANKS: tl.constexpr,
     PIECE_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr, PIECES: tl.constexpr, PART_ROWS: tl.constexpr,

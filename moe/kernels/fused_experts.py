@@ -346,18 +346,21 @@ def act_grad_kernel(
     tl.store(dots + pair, tl.sum(dot, 1), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def weight_grad_kernel(
     left_desc, right_desc, offsets, out_desc,
-    left_width, right_width, num_experts,
+    left_width, right_width, num_experts, first_expert, part,
     PROGRAMS: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out[e] (left_width, right_width) = sum over e's pairs of left[p] right[p]^T; zero for an expert without."""
+    """out[e] (left_width, right_width) = sum over e's pairs of left[p] right[p]^T; zero for an expert without.
+
+    Only the `part` experts from first_expert on.
+    """
     tiles_m = tl.cdiv(left_width, BLOCK_M)
     tiles_n = tl.cdiv(right_width, BLOCK_N)
-    for tile in range(tl.program_id(0), num_experts * tiles_m * tiles_n, PROGRAMS):
-        expert = tile // (tiles_m * tiles_n)
+    for tile in range(tl.program_id(0), part * tiles_m * tiles_n, PROGRAMS):
+        expert = first_expert + tile // (tiles_m * tiles_n)
         place = tile % (tiles_m * tiles_n)
         first_m = place // (GROUP * tiles_n) * GROUP
         group = tl.minimum(tiles_m - first_m, GROUP)

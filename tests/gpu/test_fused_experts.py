@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from comms.kernels.gather_sum import gather_sum
+from moe import fused_launches
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
-from moe.fused_experts import up_grad, up_grad_and_rows, weight_grad, weight_grad_and_sums
+from moe.fused_experts import down_backward, up_grad, up_grad_and_rows, weight_grad, weight_grad_and_sums
 from moe.kernels.pair_rows import expand_rows
 from moe.kernels.sort_pairs import sort_pairs
 
@@ -140,4 +141,30 @@ def test_what_runs_beside_products_gives_the_same_bits() -> None:
         del rows_RD, dh_PH
         for together, one in zip((d_PD, rows_PD, dw_EHD, sums_RD), alone, strict=True):
             wrong += (together != one).sum()
+    assert wrong.item() == 0
+
+
+def test_experts_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, with the activation's gradient beside products; one expert has no pairs, one has most."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    P, E, D, F = 16384, 16, 1024, 512
+    counts_E = torch.full((E,), 500)
+    counts_E[[3, 12]] = torch.tensor([0, P - 14 * 500 - 100])
+    offsets_E = counts_E.cumsum(0).int().cuda()
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    w_EDF, weights_P, ends = draw(E, D, F), torch.rand(P, generator=generator, device="cuda"), int(offsets_E[-1])
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(50):
+        dout_PD, h_PH = draw(P, D), draw(P, 2 * F)
+        found = []
+        for least in (0, 10**12):
+            monkeypatch.setattr(fused_launches, "LEAST_IN_PARTS", least)
+            found.append(down_backward(dout_PD, weights_P, w_EDF, offsets_E, h_PH, "swiglu"))
+        del dout_PD, h_PH
+        (dh_PH, dots_P, dw_EDF), whole = found
+        wrong += (dh_PH[:ends] != whole[0][:ends]).sum() + (dots_P[:ends] != whole[1][:ends]).sum()
+        wrong += (dw_EDF != whole[2]).sum()
     assert wrong.item() == 0

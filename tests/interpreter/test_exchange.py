@@ -10,11 +10,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import comms.put_and_take
 from comms.kernels.codec import pack_rows, unpack_rows
 from comms.kernels.gather_sum import gather_sum, gather_sum_reference
+from comms.kernels.pieces import part_of, parts_per_piece
 from comms.put_and_take import PUT, TAKE, Received, exchange_counts, move_back, move_there, order_rows
 from comms.symmetric_exchange import COMBINE, DISPATCH, PLAN, SymmetricPlan, describe_tag, tag_of
 from comms.symmetric_memory import Exchange, plan_layout
@@ -252,6 +255,33 @@ def test_pieces_of_every_size(piece: int, max_pieces: int) -> None:
     flags = ranks[0].arena[: 8 * ranks[0].layout.failed_at].view(torch.int64).view(3, -1)
     ready = (flags[1, 2 + 3 :] >> 16).view(3, max_pieces)
     assert ready[1:, 0].tolist() == [3, 3] and int((ready[2] > 0).sum()) == min(max_pieces, -(-MAX_TOKENS // piece))
+
+
+@triton.jit
+def _parts_kernel(places, count, per_piece, PART_ROWS: tl.constexpr):
+    """One program: a part's piece, begin and end; then how many parts a piece has."""
+    piece, begin, end = part_of(tl.program_id(0), per_piece, count, PART_ROWS)
+    at = places + 4 * tl.program_id(0)
+    tl.store(at, piece)
+    tl.store(at + 1, begin)
+    tl.store(at + 2, end)
+    tl.store(at + 3, parts_per_piece(per_piece, PART_ROWS))
+
+
+@pytest.mark.parametrize(("per_piece", "part_rows"), [(32, 31), (43, 31), (62, 31), (31, 31), (9, 8), (10, 3), (5, 9)])
+def test_parts_of_a_piece_are_alike(per_piece: int, part_rows: int) -> None:
+    """Or programs that take the same part of every piece would not end together."""
+    count, parts = 3 * per_piece + 1, -(-per_piece // part_rows)
+    places = torch.empty(4 * parts, 4, dtype=torch.int32)
+    _parts_kernel[(4 * parts,)](places, count, per_piece, PART_ROWS=part_rows)
+    whole = [(piece, int(begin), int(end)) for piece, begin, end, _ in places.tolist()[: 3 * parts]]
+    assert [begin for _, begin, _ in whole] == [0] + [end for _, _, end in whole[:-1]]
+    assert whole[-1][2] == 3 * per_piece and places[:, 3].unique().tolist() == [parts]
+    assert [piece for piece, _, _ in whole] == [nth // parts for nth in range(3 * parts)]
+    sizes = [end - begin for _, begin, end in whole]
+    assert max(sizes) <= part_rows and max(sizes) - min(sizes) <= 1
+    # The last piece has but one row.
+    assert (places[3 * parts :, 2] - places[3 * parts :, 1]).clamp(min=0).tolist() == [1] + [0] * (parts - 1)
 
 
 def test_few_rows_go_in_smaller_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "CANDIDATES", {kernel: (tile,) for kernel, tile in SMALL.items()})
+    # An even number of experts in two parts, as large ones on a GPU.
+    monkeypatch.setattr(fused_launches, "LEAST_IN_PARTS", 0)
 
 
 def choose(num_rows: int, config: MoEConfig, routing: str) -> Tensor:
@@ -229,13 +231,32 @@ def test_the_same_bits_every_time() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_experts_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MoEConfig(num_experts=4, top_k=2, expert_dim=24)
+    ids_RK = choose(30, config, "zipf")
+    in_parts = results("fused", torch.float32, config, 16, ids_RK)
+    launches, parts = fused_launches.launch_weight_grad, []
+    monkeypatch.setattr(
+        fused_launches, "launch_weight_grad", lambda *args, part: parts.append(part) or launches(*args, part=part)
+    )
+    results("fused", torch.float32, config, 16, ids_RK)
+    monkeypatch.setattr(fused_launches, "LEAST_IN_PARTS", 10**9)
+    whole = results("fused", torch.float32, config, 16, ids_RK)
+    assert parts == [range(2), range(2, 4), range(4)]
+    assert all(torch.equal(in_parts[name], whole[name]) for name in whole)
+
+
 def test_a_row_beyond_an_experts_end_does_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above is worth something: off-by-one offsets are found."""
     config = MoEConfig(num_experts=4, top_k=2, expert_dim=24)
     ids_RK = choose(30, config, "uniform")
     right = results("fused", torch.float32, config, 16, ids_RK)
-    original = fused.weight_grad
-    monkeypatch.setattr(fused, "weight_grad", lambda left, right, offsets: original(left, right, offsets - 1))
+    original = fused_launches.launch_weight_grad
+
+    def launch(left: Tensor, right: Tensor, ends: Tensor, out: Tensor, part: range) -> None:
+        original(left, right, ends - 1, out, part=part)
+
+    monkeypatch.setattr(fused_launches, "launch_weight_grad", launch)
     wrong = results("fused", torch.float32, config, 16, ids_RK)
     assert (right["w_down"] - wrong["w_down"]).norm() / right["w_down"].norm() > 1e-2
 
