@@ -207,6 +207,7 @@ def up_grad_and_rows(
 ) -> tuple[Tensor, Tensor]:
     """`up_grad`, and beside it the row of each pair (P, D), as `expand_rows` has it."""
     P, D = dh_PH.shape[0], rows_RD.shape[1]
+    rows_RD, slots_RK = rows_RD.contiguous(), slots_RK.contiguous()
     d_PD, rows_PD = dh_PH.new_empty(P, D), rows_RD.new_empty(P, D)
     launch_beside(
         dh_PH,
@@ -301,7 +302,7 @@ def down_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh (P, 2F), <da, act(h)> (P,) in fp32, where da[p] = W[e]^T dout[p], and dW (E, D, F) = dout^T (w[p] act(h))."""
     a_PF, dh_PH = h_PH.new_empty(h_PH.shape[0], w_EDF.shape[2]), torch.empty_like(h_PH)
-    dots_P, dw_EDF = h_PH.new_empty(h_PH.shape[0], dtype=torch.float32), torch.empty_like(w_EDF)
+    dots_P, dw_EDF = h_PH.new_empty(h_PH.shape[0], dtype=torch.float32), h_PH.new_empty(w_EDF.shape)
     given = dout_PD, weights_P, w_EDF, offsets_E, h_PH
     launch_down_backward(*given, a_PF, dh_PH, dots_P, dw_EDF, activation)
     return dh_PH, dots_P, dw_EDF
@@ -311,7 +312,8 @@ def down_backward(
 def _(
     dout_PD: Tensor, weights_P: Tensor, w_EDF: Tensor, offsets_E: Tensor, h_PH: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(h_PH), h_PH.new_empty(h_PH.shape[0], dtype=torch.float32), torch.empty_like(w_EDF)
+    dots_P = h_PH.new_empty(h_PH.shape[0], dtype=torch.float32)
+    return torch.empty_like(h_PH), dots_P, h_PH.new_empty(w_EDF.shape)
 
 
 @operator("experts_weight_grad")
@@ -332,6 +334,7 @@ def weight_grad_and_sums(
     left_PM: Tensor, right_PN: Tensor, offsets_E: Tensor, y_PD: Tensor, slots_RK: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`weight_grad`, and beside it sums of the pairs of each row (R, D), as `gather_sum` has them."""
+    y_PD, slots_RK = y_PD.contiguous(), slots_RK.contiguous()
     out_EMN = left_PM.new_empty(offsets_E.shape[0], left_PM.shape[1], right_PN.shape[1])
     out_RD = y_PD.new_empty(slots_RK.shape[0], y_PD.shape[1])
     launch_beside(

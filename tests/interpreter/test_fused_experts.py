@@ -168,6 +168,23 @@ def test_strided_inputs_are_as_good_as_copies_of_them() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_ids_may_be_strided_where_there_is_room_for_more_pairs() -> None:
+    """Slots then have the order of the ids in memory: here a row's ids are not next to each other."""
+    config = MoEConfig(num_experts=4, top_k=2, expert_dim=24)
+    ids_RK = choose(9, config, "uniform")
+    layer, num_pairs = GroupedExperts(MoEConfig(**{**vars(config), "backend": "fused"}), 16), int((ids_RK >= 0).sum())
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    rows, weights = torch.randn(9, 16, generator=generator).requires_grad_(), torch.rand(9, 2, generator=generator)
+    found = []
+    for ids in (ids_RK, ids_RK.t().contiguous().t()):
+        out = layer(rows, ids, weights, num_pairs + 3, exact=False)
+        found.append([out.detach(), *torch.autograd.grad(out.sum(), [rows, *layer.parameters()])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_what_forward_keeps_is_rows_h_and_indices() -> None:
     """The bound on saved bytes, of a whole layer: rows and h; beside them a few numbers of each pair."""
     T, D, F, E, K = 24, 32, 40, 16, 3
