@@ -15,7 +15,7 @@ E experts, C chunks, S = C * E, I and O in- and out-features.
 """
 
 # Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
-# pyright: basic, reportArgumentType=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false
 
 import functools
 import os
