@@ -14,7 +14,7 @@ trap '[ -z "$beside" ] || kill "$beside" 2>/dev/null; rm -rf "$folder"' EXIT
 trap 'exit 130' INT TERM
 
 # Of the whole programs these go there: both then take about as long.
-moved=(tests/e2e/test_layouts.py tests/e2e/test_huggingface.py)
+moved=(tests/e2e/test_layouts.py tests/e2e/test_huggingface.py tests/e2e/test_demo.py)
 
 # Each remembers for --lf what failed in its own folders. Words come before the folders: -k, --durations.
 "$python" -m pytest -o cache_dir=.pytest_cache/distributed "$@" tests/distributed "${moved[@]}" >"$folder/beside" 2>&1 &

@@ -40,7 +40,7 @@ def start(bench: Bench, eval_every: int = 1) -> Launch:
     return bench.launch(
         "chaos",
         f"train.eval_every={eval_every}",
-        f"data.eval.long.paths=[{bench.folder}/text/*.txt]",
+        f"data.eval.long.paths=[{bench.folder}/text/0*.txt]",
         "checkpoint.every=1",
         "logging.wandb.mode=offline",
     )
