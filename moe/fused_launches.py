@@ -160,7 +160,7 @@ def launch_down_backward(
 
     def activation_grad(number: int, part: range) -> None:
         given = a_PF, h_PH, weights_P, ends_E, dh_PH, dots_P, activation, len(part)
-        launch_act_grad(*given, chunk=number, beside=True)
+        launch_act_grad(*given, chunk=number, beside=num_parts > 1)
 
     if num_parts == 1 or not a_PF.is_cuda:
         for number, part in enumerate(parts):

@@ -48,6 +48,7 @@ PLAIN = ("parallel.compile=false", "parallel.activation_checkpoint=none")
 SHOWN = 8
 # More would prove nothing about a tiny model, and bring a machine down.
 MOST_PROCESSES = 64
+DEVICES = ("auto", "cpu", "cuda")
 DEFAULTS = {
     "layouts": "",
     "nproc": "0",
@@ -160,13 +161,15 @@ def run_experiment(words: Words) -> int:
         raise ValueError("name an experiment: python scripts/parity.py experiment=qwen3_30b_a3b")
     micro_steps = words.number("accumulate", 1)
     seconds = words.number("seconds", 1) if words.own["seconds"] else math.inf
+    recipe = words.choice("recipe", ("", "fp64", "fp32", "bf16"))
+    words.choice("device", DEVICES)
     config = compose(words.overrides)
     # Importing torch takes seconds, and a mistake should not.
     from trainer.parity_check import ParityCheck, Workers
 
     layouts = wanted_layouts(words, config)
     device = choose_device(words, layouts)
-    recipe = words.choice("recipe", ("", "fp64", "fp32", "bf16")) or ("fp64" if device == "cpu" else "bf16")
+    recipe = recipe or ("fp64" if device == "cpu" else "bf16")
     if device == "cpu" and not any(word.startswith("parallel.compile=") for word in words.overrides):
         layouts = [layout._replace(parallel=replace(layout.parallel, compile=False)) for layout in layouts]
     began = time.monotonic()
@@ -286,7 +289,7 @@ def choose_device(words: Words, layouts: "list[Layout]") -> str:
 
     most = max(layout.num_processes for layout in layouts)
     available = torch.cuda.device_count()
-    device = words.choice("device", ("auto", "cpu", "cuda"))
+    device = words.choice("device", DEVICES)
     if device == "cuda" and available < most:
         raise ValueError(f"device=cuda: the largest layout needs {most} GPUs, {available} are visible; use device=cpu")
     return ("cuda" if available >= most else "cpu") if device == "auto" else device

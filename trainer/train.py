@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Otherwise a crash in native code leaves no more than the number of a signal.
-    faulthandler.enable()
+    if sys.stderr is not None:
+        # Otherwise a crash in native code leaves no more than the number of a signal.
+        faulthandler.enable()
     main()

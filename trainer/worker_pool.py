@@ -18,12 +18,10 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import socket
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +32,8 @@ from parallel.process_group import process_group, temporary_groups
 GROUP_TIMEOUT_SECONDS = 90
 # After the first failure: how long to collect those of other ranks, one of which may be the cause.
 FAILURE_SECONDS = 1.0
+# As much as a pipe holds.
+STACK_BYTES = 2**16
 # Imported once for all processes on CPUs. Importing them starts no thread, so that forking is safe.
 PRELOADED = ["torchtitan.distributed.parallel_dims", "torch.distributed.fsdp", "torch.distributed.tensor"]
 
@@ -53,17 +53,20 @@ class WorkerPool:
         context = _context(device)
         port = free_port()
         self.broken = False
-        # Where each rank was when a signal ended it, a file per rank.
-        self.stacks = tempfile.TemporaryDirectory(prefix="stacks-")
         self.pipes: list[Connection] = []
+        # Through which a rank that a signal ends tells where it was.
+        self.stacks: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            args = (rank, world_size, port, device, theirs, self._stack(rank))
+            stack, their_stack = context.Pipe(duplex=False)
+            args = (rank, world_size, port, device, theirs, their_stack)
             process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
+            their_stack.close()
             self.pipes.append(ours)
+            self.stacks.append(stack)
             self.processes.append(process)
         atexit.register(self.close)
 
@@ -104,16 +107,14 @@ class WorkerPool:
             process.kill()
         for process in self.processes:
             process.join(5)
-        self.stacks.cleanup()
 
-    def _stack(self, rank: int) -> Path:
-        return Path(self.stacks.name, str(rank))
-
-    def _stack_lines(self, rank: int) -> list[str]:
+    def _stack(self, rank: int) -> list[str]:
         """Which signal, and the Python stack of each thread; nothing of a process that ended otherwise."""
+        descriptor = self.stacks[rank].fileno()
+        os.set_blocking(descriptor, False)
         try:
-            lines = self._stack(rank).read_text().splitlines()
-        except FileNotFoundError:
+            lines = os.read(descriptor, STACK_BYTES).decode(errors="replace").splitlines()
+        except BlockingIOError:
             return []
         return [line for line in lines if line and not line.startswith("Extension modules:")]
 
@@ -123,7 +124,7 @@ class WorkerPool:
         except (EOFError, OSError):
             self.processes[rank].join(5)
             died = f"the process died (exit code {self.processes[rank].exitcode})"
-            return False, "\n".join([died, *self._stack_lines(rank)])
+            return False, "\n".join([died, *self._stack(rank)])
 
 
 def free_port() -> int:
@@ -167,7 +168,7 @@ def _last_word(failure: str) -> str:
     return lines[0] if lines[0].startswith("the process died") else lines[-1]
 
 
-def _work(rank: int, world_size: int, port: int, device: str, pipe: Connection, stack: Path) -> None:
+def _work(rank: int, world_size: int, port: int, device: str, pipe: Connection, stack: Connection) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -179,12 +180,11 @@ def _work(rank: int, world_size: int, port: int, device: str, pipe: Connection, 
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
-    with (
-        stack.open("w") as file,
-        contextlib.suppress(EOFError, KeyboardInterrupt),
-        process_group(GROUP_TIMEOUT_SECONDS),
-    ):
-        faulthandler.enable(file)
+    # Open until the process ends, which may still crash after this function. What finds no room in it is cut off.
+    descriptor = os.dup(stack.fileno())
+    os.set_blocking(descriptor, False)
+    faulthandler.enable(descriptor)
+    with contextlib.suppress(EOFError, KeyboardInterrupt), process_group(GROUP_TIMEOUT_SECONDS):
         while True:
             function, args = pipe.recv()
             # What is alive between tasks is modules, which receiving the function has loaded: the collection after the

@@ -56,8 +56,8 @@ def parts_per_piece(per_piece, PART_ROWS: tl.constexpr):
 def part_of(nth, per_piece, count, PART_ROWS: tl.constexpr):
     """Piece that the n-th part belongs to, and where the part's rows begin and end.
 
-    A piece's parts are of equally many rows. A program may come to the same part of every piece, and pieces of 32 rows
-    in parts of 31 and 1 would give one program 31 times as many as the next.
+    A piece's parts are of equally many rows, give or take one. A program may come to the same part of every piece, and
+    pieces of 32 rows in parts of 31 and 1 would give one program 31 times as many as the next.
     """
     parts = parts_per_piece(per_piece, PART_ROWS)
     piece, part = nth // parts, nth % parts

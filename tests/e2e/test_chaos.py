@@ -1,7 +1,7 @@
 """One run through everything that happens to runs: asked to stop, one rank killed, all ranks killed while a checkpoint
 is being written; each time started again, and in the end as if nothing had been.
 
-Real processes under scripts/train.sh, real signals, real W&B in offline mode. A long evaluation after every step gives
+Real processes under scripts/train.sh, real signals, real W&B in offline mode. An evaluation after every step gives
 signals the time to find the run at work.
 """
 
@@ -40,7 +40,6 @@ def start(bench: Bench, eval_every: int = 1) -> Launch:
     return bench.launch(
         "chaos",
         f"train.eval_every={eval_every}",
-        f"data.eval.long.paths=[{bench.folder}/text/0*.txt]",
         "checkpoint.every=1",
         "logging.wandb.mode=offline",
     )

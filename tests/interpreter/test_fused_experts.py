@@ -296,3 +296,8 @@ def test_tuning_measures_what_launches_ask_for(monkeypatch: pytest.MonkeyPatch, 
     for work in works.values():
         work()
     assert asked == set(works)
+    # Backward launches a part of the experts, by the tile of all of them.
+    asked.clear()
+    x_PD, h_PH, offsets_E = torch.ones(20, 16), torch.ones(20, 64), torch.tensor([9, 20], dtype=torch.int32)
+    fused.down_backward(x_PD, torch.ones(20), torch.ones(2, 16, 32), offsets_E, h_PH, "swiglu")
+    assert asked == {("act_grad", (2, 16, 32)), ("weight_grad", (2, 16, 32))}

@@ -66,3 +66,16 @@ def test_a_missing_path_is_told_without_torch_and_leaves_no_folder(tmp_path: Pat
     assert done.stdout == "2 False\n", done.stderr
     assert "there is no folder /no/such" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("stderr", "tells"), [("2>&1", "True"), ("2>&-", "False")])
+def test_a_crash_tells_its_stack_where_there_is_a_stderr(stderr: str, tells: str) -> None:
+    code = (
+        "import faulthandler, runpy, sys; sys.argv[1:] = ['--help']\n"
+        "try: runpy.run_module('trainer.train', run_name='__main__')\n"
+        "except SystemExit as ended: print(ended.code, faulthandler.is_enabled())"
+    )
+    line = f'exec "{sys.executable}" -c "$CODE" {stderr}'
+    environment = {**os.environ, "PYTHONPATH": str(CONFIG_DIR.parent), "CODE": code, "PYTHONFAULTHANDLER": ""}
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith(f"0 {tells}\n"), done.stdout
