@@ -5,7 +5,7 @@
     spare     multiprocessors to leave to an exchange that travels meanwhile
     kept      the base of rows, tables and h, if they are in an arena (comms/saved_arena.py)
 
-With all rows in one chunk, an even part of the experts is launched like a chunk: by that part of the weights.
+With all rows in one chunk, half of the experts are launched like a chunk: with that half of the weights.
 
 The kernels are persistent and deal their tiles out beforehand: a program that finds no multiprocessor starts when the
 others end. So beside an exchange there must be fewer of them.
@@ -74,7 +74,7 @@ def launch_rows(
     """w[e] a[p] with w (E, O, I); or, transposed, w[e]^T a[p] with w (E, I, O). `kernel` is its name among tiles.
 
     Args:
-        num_experts: those of the whole, if w is a part: it takes the tile that was chosen for them.
+        num_experts: all of them, if w has a part: it takes the tile that was chosen for all.
     """
     (num_pairs, inner), width, E = a_PI.shape, out_PO.shape[1], w_E.shape[0]
     tile = tile_for(kernel, (num_experts or E, inner, width))
@@ -117,25 +117,26 @@ def launch_act_grad(
 
 
 def launch_weight_grad(
-    left_PM: Tensor, right_PN: Tensor, ends_S: Tensor, out_EMN: Tensor, spare: int = 0, part: range | None = None
+    left_PM: Tensor, right_PN: Tensor, ends_S: Tensor, out_EMN: Tensor, spare: int = 0,
+    chunk: int | None = None, num_experts: int | None = None,
 ) -> None:  # fmt: skip
-    """The sum over each expert's pairs, of all chunks, of left[p] right[p]^T; zero for an expert without pairs.
+    """The sum over each expert's pairs of left[p] right[p]^T; zero for an expert without pairs.
 
     Args:
-        part: only these experts; None: all.
+        chunk: whose pairs; None: those of all chunks.
+        num_experts: as launch_rows has it.
     """
     E, M, N = out_EMN.shape
-    part = range(E) if part is None else part
-    tile = tile_for("weight_grad", (E, M, N))
+    tile = tile_for("weight_grad", (num_experts or E, M, N))
     if left_PM.shape[0] == 0:
-        out_EMN[part.start : part.stop].zero_()
+        out_EMN.zero_()
         return
     left_desc = create_ragged_descriptor(left_PM, [tile.k, tile.m])
     right_desc = create_ragged_descriptor(right_PN, [tile.k, tile.n])
     out_desc = TensorDescriptor.from_tensor(out_EMN, [1, tile.m, tile.n])
     weight_grad_kernel[num_programs(left_PM, spare)](
-        left_desc, right_desc, ends_S, out_desc, M, N, E, part.start, len(part),
-        CHUNKS=ends_S.shape[0] // E, **_launch(left_PM, tile, spare),
+        left_desc, right_desc, ends_S, out_desc, M, N, E, (chunk or 0) * E,
+        CHUNKS=ends_S.shape[0] // E if chunk is None else 1, **_launch(left_PM, tile, spare),
     )  # fmt: skip
 
 
@@ -145,43 +146,32 @@ def launch_down_backward(
 ) -> None:  # fmt: skip
     """All that backward has to do with the down map: da[p] = W[e]^T dout[p], what launch_act_grad makes of it, and dW.
 
-    The activation's gradient moves six numbers for each of a's and multiplies none. So experts are done in parts, and
-    one part's pass runs beside products of others:
+    The activation's gradient moves six numbers for each of a's and multiplies none. So it is formed by halves of the
+    experts, each half beside a product of the other:
 
         products    da of 0    da of 1    dW of 0    dW of 1
         passes                    0          1
     """
-    E, num_parts = w_EDF.shape[0], parts_of(w_EDF, a_PF)
-    parts = [range(first, first + E // num_parts) for first in range(0, E, E // num_parts)]
+    num_parts = parts_of(w_EDF, a_PF)
+    E, part = w_EDF.shape[0], w_EDF.shape[0] // num_parts
 
-    def product(number: int, part: range) -> None:
-        w_part = w_EDF[part.start : part.stop]
-        launch_rows("act_grad", dout_PD, w_part, ends_E, a_PF, True, chunk=number, num_experts=E)
+    def product(n: int) -> None:
+        launch_rows("act_grad", dout_PD, w_EDF[n * part :][:part], ends_E, a_PF, True, chunk=n, num_experts=E)
 
-    def activation_grad(number: int, part: range) -> None:
-        given = a_PF, h_PH, weights_P, ends_E, dh_PH, dots_P, activation, len(part)
-        launch_act_grad(*given, chunk=number, beside=num_parts > 1)
+    def activation_grad(n: int) -> None:
+        given = a_PF, h_PH, weights_P, ends_E, dh_PH, dots_P, activation, part
+        launch_act_grad(*given, chunk=n, beside=num_parts > 1)
 
-    if num_parts == 1 or not a_PF.is_cuda:
-        for number, part in enumerate(parts):
-            product(number, part)
-            activation_grad(number, part)
-            launch_weight_grad(dout_PD, a_PF, ends_E, dw_EDF, part=part)
-        return
-    current, products = torch.cuda.current_stream(a_PF.device), _product_stream(a_PF.device)
-    products.wait_stream(current)
-    known = []
-    with torch.cuda.stream(products):
-        for number, part in enumerate(parts):
-            product(number, part)
-            known.append(products.record_event())
-    for number, part in enumerate(parts):
-        current.wait_event(known[number])
-        activation_grad(number, part)
-        products.wait_event(current.record_event())
-        with torch.cuda.stream(products):
-            launch_weight_grad(dout_PD, a_PF, ends_E, dw_EDF, part=part)
-    current.wait_stream(products)
+    def weight_grad(n: int) -> None:
+        launch_weight_grad(dout_PD, a_PF, ends_E, dw_EDF[n * part :][:part], chunk=n, num_experts=E)
+
+    product(0)
+    if num_parts == 2:
+        launch_beside(a_PF, lambda: product(1), lambda: activation_grad(0))
+        launch_beside(a_PF, lambda: weight_grad(0), lambda: activation_grad(1))
+    else:
+        activation_grad(0)
+    weight_grad(num_parts - 1)
 
 
 def parts_of(w_EDF: Tensor, a_PF: Tensor) -> int:

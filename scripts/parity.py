@@ -48,7 +48,6 @@ PLAIN = ("parallel.compile=false", "parallel.activation_checkpoint=none")
 SHOWN = 8
 # More would prove nothing about a tiny model, and bring a machine down.
 MOST_PROCESSES = 64
-DEVICES = ("auto", "cpu", "cuda")
 DEFAULTS = {
     "layouts": "",
     "nproc": "0",
@@ -162,13 +161,13 @@ def run_experiment(words: Words) -> int:
     micro_steps = words.number("accumulate", 1)
     seconds = words.number("seconds", 1) if words.own["seconds"] else math.inf
     recipe = words.choice("recipe", ("", "fp64", "fp32", "bf16"))
-    words.choice("device", DEVICES)
+    wanted_device = words.choice("device", ("auto", "cpu", "cuda"))
     config = compose(words.overrides)
     # Importing torch takes seconds, and a mistake should not.
     from trainer.parity_check import ParityCheck, Workers
 
     layouts = wanted_layouts(words, config)
-    device = choose_device(words, layouts)
+    device = choose_device(wanted_device, layouts)
     recipe = recipe or ("fp64" if device == "cpu" else "bf16")
     if device == "cpu" and not any(word.startswith("parallel.compile=") for word in words.overrides):
         layouts = [layout._replace(parallel=replace(layout.parallel, compile=False)) for layout in layouts]
@@ -283,16 +282,15 @@ def tiny(config: "Config", num_processes: int) -> "Config":
     return replace(config, model=shrink(config.model), train=replace(config.train, seq_len=length))
 
 
-def choose_device(words: Words, layouts: "list[Layout]") -> str:
+def choose_device(wanted: str, layouts: "list[Layout]") -> str:
     """cpu, or cuda where every layout finds enough GPUs. Raises ValueError where cuda is asked for in vain."""
     import torch
 
     most = max(layout.num_processes for layout in layouts)
     available = torch.cuda.device_count()
-    device = words.choice("device", DEVICES)
-    if device == "cuda" and available < most:
+    if wanted == "cuda" and available < most:
         raise ValueError(f"device=cuda: the largest layout needs {most} GPUs, {available} are visible; use device=cpu")
-    return ("cuda" if available >= most else "cpu") if device == "auto" else device
+    return ("cuda" if available >= most else "cpu") if wanted == "auto" else wanted
 
 
 def verdict_text(verdict: "Verdict") -> str:

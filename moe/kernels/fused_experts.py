@@ -346,21 +346,18 @@ def act_grad_kernel(
     tl.store(dots + pair, tl.sum(dot, 1), mask=valid)
 
 
-@triton.jit(do_not_specialize=["first_expert"])
+@triton.jit(do_not_specialize=["first_segment"])
 def weight_grad_kernel(
     left_desc, right_desc, offsets, out_desc,
-    left_width, right_width, num_experts, first_expert, part,
+    left_width, right_width, num_experts, first_segment,
     PROGRAMS: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out[e] (left_width, right_width) = sum over e's pairs of left[p] right[p]^T; zero for an expert without.
-
-    Only the `part` experts from first_expert on.
-    """
+    """out[e] (left_width, right_width) = sum over e's pairs of left[p] right[p]^T; zero for an expert without."""
     tiles_m = tl.cdiv(left_width, BLOCK_M)
     tiles_n = tl.cdiv(right_width, BLOCK_N)
-    for tile in range(tl.program_id(0), part * tiles_m * tiles_n, PROGRAMS):
-        expert = first_expert + tile // (tiles_m * tiles_n)
+    for tile in range(tl.program_id(0), num_experts * tiles_m * tiles_n, PROGRAMS):
+        expert = tile // (tiles_m * tiles_n)
         place = tile % (tiles_m * tiles_n)
         first_m = place // (GROUP * tiles_n) * GROUP
         group = tl.minimum(tiles_m - first_m, GROUP)
@@ -368,7 +365,7 @@ def weight_grad_kernel(
         n = place % (GROUP * tiles_n) // group
         total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for chunk in tl.static_range(CHUNKS):
-            segment = chunk * num_experts + expert
+            segment = first_segment + chunk * num_experts + expert
             start = tl.load(offsets + segment - 1, mask=segment > 0, other=0)
             count = tl.load(offsets + segment) - start
             for first in range(0, count, BLOCK_K):
