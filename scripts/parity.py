@@ -163,10 +163,10 @@ def run_experiment(words: Words) -> int:
     recipe = words.choice("recipe", ("", "fp64", "fp32", "bf16"))
     wanted_device = words.choice("device", ("auto", "cpu", "cuda"))
     config = compose(words.overrides)
+    layouts = wanted_layouts(words, config)
     # Importing torch takes seconds, and a mistake should not.
     from trainer.parity_check import ParityCheck, Workers
 
-    layouts = wanted_layouts(words, config)
     device = choose_device(wanted_device, layouts)
     recipe = recipe or ("fp64" if device == "cpu" else "bf16")
     if device == "cpu" and not any(word.startswith("parallel.compile=") for word in words.overrides):
@@ -275,8 +275,7 @@ def _words(sizes: dict[str, int]) -> str:
 
 def tiny(config: "Config", num_processes: int) -> "Config":
     """The config with its model shrunk and its sequences cut."""
-    from trainer.parity_check import batch_shape
-    from trainer.parity_model import shrink
+    from trainer.parity_model import batch_shape, shrink
 
     length = batch_shape(num_processes, 1, "cpu")[1]
     return replace(config, model=shrink(config.model), train=replace(config.train, seq_len=length))

@@ -15,6 +15,7 @@ from parallel.config import ParallelConfig
 from trainer.models.config import ModelConfig
 from trainer.parity import BOUNDS, Mismatch, Trace, compare, trace_layout, worst_error
 from trainer.parity_layouts import Layout
+from trainer.parity_model import batch_shape
 from trainer.worker_pool import WorkerError, WorkerPool
 
 STEPS = 3
@@ -83,14 +84,20 @@ class ParityCheck:
         began = time.monotonic()
         shape = batch_shape(layout.num_processes, self.micro_steps, self.workers.device)
         try:
-            if shape not in self.references:
-                self.references[shape] = self._trace(1, ParallelConfig(), shape)
+            reference = self._reference(shape)
             trace = self._trace(layout.num_processes, layout.parallel, shape)
         except WorkerError as error:
             return Verdict(layout, [], "", float("inf"), time.monotonic() - began, str(error))
-        reference = self.references[shape]
         mismatches = compare(trace, reference, BOUNDS[self.recipe])
         return Verdict(layout, mismatches, *worst_error(trace, reference), time.monotonic() - began)
+
+    def _reference(self, shape: tuple[int, int]) -> Trace:
+        if shape not in self.references:
+            try:
+                self.references[shape] = self._trace(1, ParallelConfig(), shape)
+            except WorkerError as error:
+                raise WorkerError(f"not this layout, but the one process that it is compared with: {error}") from error
+        return self.references[shape]
 
     def _trace(self, num_processes: int, parallel: ParallelConfig, shape: tuple[int, int]) -> Trace:
         options: dict[str, Any] = {
@@ -103,16 +110,6 @@ class ParityCheck:
         }
         pool = self.workers.pool(num_processes)
         return pool.run(TRACE, self.model, parallel, options, timeout=TIMEOUT_SECONDS)[0]
-
-
-def batch_shape(num_processes: int, micro_steps: int, device: str) -> tuple[int, int]:
-    """Sequences of a global batch and their length: the least from (8, 16) on that every layout can split.
-
-    Sequences are longer on GPUs, whose attention works in tiles and whose rounding wants averaging.
-    """
-    least_length = 16 if device == "cpu" else 256
-    batch_unit, length_unit = num_processes * micro_steps, 2 * num_processes
-    return -(-8 // batch_unit) * batch_unit, -(-least_length // length_unit) * length_unit
 
 
 def trace_on_rank_0(model: ModelConfig, parallel: ParallelConfig, options: dict[str, Any]) -> Trace | None:

@@ -1,4 +1,4 @@
-"""A tiny model with the features of a large one, for comparing layouts on whatever machine is at hand.
+"""A tiny model with the features of a large one, and its batches, for comparing layouts on whatever machine is there.
 
 Kept are the kinds of everything: attention (grouped or latent, norms, biases, sinks, windows, chunks), RoPE scaling,
 dense layers, tied embeddings, routing, groups, shared experts, auxiliary losses, capacity, multi-token prediction.
@@ -81,3 +81,13 @@ def _experts(moe: MoEConfig) -> MoEConfig:
         # fp64 has one backend only.
         backend="auto",
     )
+
+
+def batch_shape(num_processes: int, micro_steps: int, device: str) -> tuple[int, int]:
+    """Sequences of a global batch and their length: the least from (8, 16) on that every layout can split.
+
+    Sequences are longer on GPUs, whose attention works in tiles and whose rounding wants averaging.
+    """
+    least_length = 16 if device == "cpu" else 256
+    batch_unit, length_unit = num_processes * micro_steps, 2 * num_processes
+    return -(-8 // batch_unit) * batch_unit, -(-least_length // length_unit) * length_unit

@@ -75,10 +75,31 @@ def test_a_wrong_layout_is_reported_by_name(capsys: pytest.CaptureFixture[str]) 
     assert out.endswith("1 right, 1 wrong\n")
 
 
-def test_a_mistake_is_told_without_torch() -> None:
-    code = "import sys; from scripts import parity; print(parity.main(['experiment=qwen4']), 'torch' in sys.modules)"
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["experiment=qwen4"], "no such option"),
+        (["experiment=qwen3_30b_a3b", "recipe=fp9"], "recipe=fp9"),
+        (["experiment=qwen3_30b_a3b", "layouts=[tq=2]"], "tq=2: no axis of that name"),
+        (["experiment=qwen3_30b_a3b", "layouts=[tp=3]"], "legal: tp=2 or tp=4"),
+    ],
+)
+def test_a_mistake_is_told_without_torch(words: list[str], expected: str) -> None:
+    code = f"import sys; from scripts import parity; print(parity.main({words!r}), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=CONFIG_DIR.parent, capture_output=True, text=True)
-    assert done.stdout == "2 False\n" and "no such option" in done.stderr, done
+    assert done.stdout == "2 False\n" and expected in done.stderr, done
+
+
+def trace_of_no_process_alone(*args):
+    if dist.get_world_size() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return parity_check.trace_on_rank_0(*args)
+
+
+def test_a_reference_that_dies_is_not_laid_to_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(parity_check, "TRACE", trace_of_no_process_alone):
+        assert parity.main(["experiment=qwen3_30b_a3b", "layouts=[tp=2]"]) == 1
+    assert "not this layout, but the one process that it is compared with" in capsys.readouterr().out
 
 
 def test_a_worker_that_dies_is_named_and_the_next_layout_runs(capsys: pytest.CaptureFixture[str]) -> None:

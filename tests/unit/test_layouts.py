@@ -10,7 +10,6 @@ from tests.distributed.tiny_models import QWEN3
 from trainer.compose import compose, group_options
 from trainer.config import Config, TrainConfig
 from trainer.layout import check_layout
-from trainer.parity_check import batch_shape
 from trainer.parity_layouts import (
     AXES,
     Layout,
@@ -22,7 +21,7 @@ from trainer.parity_layouts import (
     smallest_world,
     with_sizes,
 )
-from trainer.parity_model import shrink
+from trainer.parity_model import batch_shape, shrink
 from trainer.validate import validate
 
 # 4 query heads, 2 key/value heads, 8 experts.
