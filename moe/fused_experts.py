@@ -9,9 +9,9 @@ Forward keeps the received rows, h (what the activation takes) and indices; the 
 A pair's output is linear in its weighted activation, so the gradient of its routing weight is <da, act(h)>, and y need
 not be kept (the identity is SonicMoE's, arXiv:2512.14080).
 
-Forward reads rows by index. Backward copies dout and the rows once per pair, each for as long as two and one products
-take: there the indices would stand in the innermost loop (450 against 665 TFLOP/s on an H200). Rows are copied, their
-gradients added up, and the activation's gradient formed, beside products (`launch_beside`, `launch_down_backward`).
+Rows and dout are copied once per pair, each for as long as the products take that read them: reading them by index
+costs a product more than the copy (docs/LOG.md). In backward rows are copied, their gradients added up, and the
+activation's gradient formed, beside products (`Lanes`, and its users in moe/fused_launches.py).
 
 Shape suffixes: R rows, K slots per row, P pairs sorted by expert, D model dim, F hidden units of one expert, H = 2 F,
 E experts.
@@ -35,18 +35,19 @@ from comms.operators import operator, register_fake
 from moe.fused_launches import (
     ACT_COLUMNS,
     ACT_ROWS,
+    Lanes,
     activation_of,
     launch_act_grad,
-    launch_beside,
     launch_down_backward,
     launch_rows,
     launch_up,
+    launch_up_expanded,
     launch_weight_grad,
 )
 from moe.grouped_gemm import clear_tail_
 from moe.kernels import fused_experts as kernels
 from moe.kernels.fused_experts import act_kernel
-from moe.kernels.pair_rows import expand_rows, gather_sums, launch_expand
+from moe.kernels.pair_rows import gather_sums, launch_expand
 from moe.kernels.sort_pairs import Pairs
 from moe.tiles import Shape, Tile, Work, choose_tiles
 
@@ -90,8 +91,10 @@ def _works(P: int, E: int, D: int, F: int, device: torch.device) -> dict[tuple[s
     offsets_E = (torch.arange(1, E + 1, device=device) * P // E).int()
     weights_P, x_PD, h_PH, a_PF = torch.rand(P, device=device), randn(P, D), randn(P, 2 * F), randn(P, F)
     w_up, w_down = randn(E, 2, F, D), randn(E, D, F)
+    up = weights_P, w_up, None, offsets_E
     return {
-        ("up", (E, D, F)): partial(up, x_PD, rows_P, weights_P, w_up, None, offsets_E, "swiglu"),
+        ("up", (E, D, F)): partial(launch_up, x_PD, rows_P, *up, h_PH, a_PF, "swiglu"),
+        ("up_expanded", (E, D, F)): partial(launch_up_expanded, x_PD, *up, h_PH, a_PF, "swiglu"),
         ("down", (E, F, D)): partial(down, a_PF, w_down, None, weights_P, offsets_E),
         ("act_grad", (E, D, F)): partial(launch_rows, "act_grad", x_PD, w_down, offsets_E, a_PF, True),
         ("up_grad", (E, 2 * F, D)): partial(up_grad, h_PH, w_up, offsets_E),
@@ -115,21 +118,20 @@ class _FusedExperts(torch.autograd.Function):
     ) -> Tensor:
         rows_RD = rows_RD.contiguous()
         weights_P = gather_sums(weights_RK.reshape(-1, 1), pairs.order_P)
-        h_PH, a_PF = up(rows_RD, pairs.rows_P, weights_P, w_gate_up_E2FD, b_gate_up_E2F, pairs.offsets_E, activation)
-        y_PD = down(a_PF, w_down_EDF, b_down_ED, weights_P, pairs.offsets_E)
+        slots_RK, offsets_E = pairs.slots_RK, pairs.offsets_E
+        h_PH, a_PF = up(rows_RD, slots_RK, weights_P, w_gate_up_E2FD, b_gate_up_E2F, offsets_E, activation)
+        y_PD = down(a_PF, w_down_EDF, b_down_ED, weights_P, offsets_E)
         weights = w_gate_up_E2FD, w_down_EDF, b_gate_up_E2F, b_down_ED
-        ctx.save_for_backward(rows_RD, weights_P, h_PH, *weights, pairs.slots_RK, pairs.offsets_E)
+        ctx.save_for_backward(rows_RD, weights_P, h_PH, *weights, slots_RK, offsets_E)
         ctx.activation, ctx.weights_dtype = activation, weights_RK.dtype
-        return gather_sum(y_PD, pairs.slots_RK)
+        return gather_sum(y_PD, slots_RK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows_RD, weights_P, h_PH, *weights, slots_RK, offsets_E = ctx.saved_tensors
         w_gate_up_E2FD, w_down_EDF, b_gate_up_E2F, b_down_ED = weights
-        dout_RD = grads[0].contiguous()
-        dout_PD = expand_rows(dout_RD, slots_RK, weights_P.shape[0])
-        given = dout_PD, weights_P, w_down_EDF, offsets_E, h_PH
-        dh_PH, dots_P, dw_down_EDF = down_backward(*given, ctx.activation)
+        given = grads[0], rows_RD, slots_RK, weights_P, w_down_EDF, offsets_E, h_PH
+        dh_PH, dots_P, dw_down_EDF, dout_PD, rows_PD = down_backward(*given, ctx.activation)
         db_gate_up_E2F = db_down_ED = None
         if b_gate_up_E2F is not None or b_down_ED is not None:
             # As products with a one-hot matrix: no atomics.
@@ -140,8 +142,8 @@ class _FusedExperts(torch.autograd.Function):
                 db_down_ED = (of_expert_PE * weights_P[:, None]).to(known_PD.dtype).T @ known_PD
             if b_gate_up_E2F is not None:
                 db_gate_up_E2F = (of_expert_PE.T @ clear_tail_(dh_PH, offsets_E)).view_as(b_gate_up_E2F)
-        del dout_PD, given
-        d_PD, rows_PD = up_grad_and_rows(dh_PH, w_gate_up_E2FD, offsets_E, rows_RD, slots_RK)
+        del dout_PD
+        d_PD = up_grad(dh_PH, w_gate_up_E2FD, offsets_E)
         dw_gate_up_EHD, d_rows_RD = weight_grad_and_sums(dh_PH, rows_PD, offsets_E, d_PD, slots_RK)
         d_weights_RK = gather_sums(dots_P[:, None], slots_RK).to(ctx.weights_dtype)
         dw_gate_up_E2FD = dw_gate_up_EHD.view_as(w_gate_up_E2FD)
@@ -151,31 +153,32 @@ class _FusedExperts(torch.autograd.Function):
 @operator("experts_up")
 def up(
     rows_RD: Tensor,
-    rows_P: Tensor,
+    slots_RK: Tensor,
     weights_P: Tensor,
     w_E2FD: Tensor,
     b_E2F: Tensor | None,
     offsets_E: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    """h (P, 2F), gate first, and w[p] * act(h[p]) (P, F)."""
-    P, F = rows_P.shape[0], w_E2FD.shape[2]
-    h_PH, a_PF = rows_RD.new_empty(P, 2 * F), rows_RD.new_empty(P, F)
-    launch_up(rows_RD, rows_P, weights_P, w_E2FD, b_E2F, offsets_E, h_PH, a_PF, activation)
+    """h (P, 2F), gate first, and w[p] * act(h[p]) (P, F), of the rows whose slots name the pairs."""
+    P, F, D = weights_P.shape[0], *w_E2FD.shape[2:]
+    rows_PD, h_PH, a_PF = (rows_RD.new_empty(P, width) for width in (D, 2 * F, F))
+    launch_expand(rows_RD.contiguous(), slots_RK.contiguous(), rows_PD)
+    launch_up_expanded(rows_PD, weights_P, w_E2FD, b_E2F, offsets_E, h_PH, a_PF, activation)
     return h_PH, a_PF
 
 
 @register_fake(up)
 def _(
     rows_RD: Tensor,
-    rows_P: Tensor,
+    slots_RK: Tensor,
     weights_P: Tensor,
     w_E2FD: Tensor,
     b_E2F: Tensor | None,
     offsets_E: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    P, F = rows_P.shape[0], w_E2FD.shape[2]
+    P, F = weights_P.shape[0], w_E2FD.shape[2]
     return rows_RD.new_empty(P, 2 * F), rows_RD.new_empty(P, F)
 
 
@@ -199,28 +202,6 @@ def up_grad(dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
 @register_fake(up_grad)
 def _(dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
     return dh_PH.new_empty(dh_PH.shape[0], w_E2FD.shape[3])
-
-
-@operator("experts_up_grad_and_rows")
-def up_grad_and_rows(
-    dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor, rows_RD: Tensor, slots_RK: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`up_grad`, and beside it the row of each pair (P, D), as `expand_rows` has it."""
-    P, D = dh_PH.shape[0], rows_RD.shape[1]
-    rows_RD, slots_RK = rows_RD.contiguous(), slots_RK.contiguous()
-    d_PD, rows_PD = dh_PH.new_empty(P, D), rows_RD.new_empty(P, D)
-    launch_beside(
-        dh_PH,
-        lambda: launch_rows("up_grad", dh_PH, w_E2FD.flatten(1, 2), offsets_E, d_PD, True),
-        lambda: launch_expand(rows_RD, slots_RK, rows_PD),
-    )
-    return d_PD, rows_PD
-
-
-@register_fake(up_grad_and_rows)
-def _(dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor, rows_RD: Tensor, slots_RK: Tensor) -> tuple[Tensor, Tensor]:
-    P, D = dh_PH.shape[0], rows_RD.shape[1]
-    return dh_PH.new_empty(P, D), rows_RD.new_empty(P, D)
 
 
 @operator("experts_coded_act")
@@ -298,22 +279,39 @@ def _act_grad(
 
 @operator("experts_down_backward")
 def down_backward(
-    dout_PD: Tensor, weights_P: Tensor, w_EDF: Tensor, offsets_E: Tensor, h_PH: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dh (P, 2F), <da, act(h)> (P,) in fp32, where da[p] = W[e]^T dout[p], and dW (E, D, F) = dout^T (w[p] act(h))."""
-    a_PF, dh_PH = h_PH.new_empty(h_PH.shape[0], w_EDF.shape[2]), torch.empty_like(h_PH)
-    dots_P, dw_EDF = h_PH.new_empty(h_PH.shape[0], dtype=torch.float32), h_PH.new_empty(w_EDF.shape)
-    given = dout_PD, weights_P, w_EDF, offsets_E, h_PH
-    launch_down_backward(*given, a_PF, dh_PH, dots_P, dw_EDF, activation)
-    return dh_PH, dots_P, dw_EDF
+    dout_RD: Tensor,
+    rows_RD: Tensor,
+    slots_RK: Tensor,
+    weights_P: Tensor,
+    w_EDF: Tensor,
+    offsets_E: Tensor,
+    h_PH: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dh (P, 2F); <da, act(h)> (P,) in fp32, where da[p] = W[e]^T dout[p]; dW (E, D, F) = dout^T (w[p] act(h)); and
+    dout and the row of each pair (P, D)."""
+    P, D, F = h_PH.shape[0], *w_EDF.shape[1:]
+    dout_PD, rows_PD, a_PF, dh_PH = (h_PH.new_empty(P, width) for width in (D, D, F, 2 * F))
+    dots_P, dw_EDF = h_PH.new_empty(P, dtype=torch.float32), h_PH.new_empty(w_EDF.shape)
+    given = dout_RD.contiguous(), rows_RD.contiguous(), slots_RK.contiguous(), weights_P, w_EDF, offsets_E, h_PH
+    launch_down_backward(*given, dout_PD, rows_PD, a_PF, dh_PH, dots_P, dw_EDF, activation)
+    return dh_PH, dots_P, dw_EDF, dout_PD, rows_PD
 
 
 @register_fake(down_backward)
 def _(
-    dout_PD: Tensor, weights_P: Tensor, w_EDF: Tensor, offsets_E: Tensor, h_PH: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    dots_P = h_PH.new_empty(h_PH.shape[0], dtype=torch.float32)
-    return torch.empty_like(h_PH), dots_P, h_PH.new_empty(w_EDF.shape)
+    dout_RD: Tensor,
+    rows_RD: Tensor,
+    slots_RK: Tensor,
+    weights_P: Tensor,
+    w_EDF: Tensor,
+    offsets_E: Tensor,
+    h_PH: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    P, D, F = h_PH.shape[0], *w_EDF.shape[1:]
+    dots_P = h_PH.new_empty(P, dtype=torch.float32)
+    return h_PH.new_empty(P, 2 * F), dots_P, h_PH.new_empty(w_EDF.shape), h_PH.new_empty(P, D), h_PH.new_empty(P, D)
 
 
 @operator("experts_weight_grad")
@@ -337,11 +335,9 @@ def weight_grad_and_sums(
     y_PD, slots_RK = y_PD.contiguous(), slots_RK.contiguous()
     out_EMN = left_PM.new_empty(offsets_E.shape[0], left_PM.shape[1], right_PN.shape[1])
     out_RD = y_PD.new_empty(slots_RK.shape[0], y_PD.shape[1])
-    launch_beside(
-        left_PM,
-        lambda: launch_weight_grad(left_PM, right_PN, offsets_E, out_EMN),
-        lambda: launch_gather_sum(y_PD, slots_RK, out_RD),
-    )
+    with Lanes(left_PM) as lanes:
+        lanes.product(lambda: launch_weight_grad(left_PM, right_PN, offsets_E, out_EMN))
+        lanes.beside(lambda: launch_gather_sum(y_PD, slots_RK, out_RD))
     return out_EMN, out_RD
 
 

@@ -5,7 +5,7 @@
     spare     multiprocessors to leave to an exchange that travels meanwhile
     kept      the base of rows, tables and h, if they are in an arena (comms/saved_arena.py)
 
-With all rows in one chunk, half of the experts are launched like a chunk: with that half of the weights.
+With all rows in one chunk, a part of the experts is launched like a chunk: with that part of the weights.
 
 The kernels are persistent and deal their tiles out beforehand: a program that finds no multiprocessor starts when the
 others end. So beside an exchange there must be fewer of them.
@@ -20,6 +20,7 @@ E experts, C chunks, S = C * E, I and O in- and out-features.
 import functools
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,17 +31,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from comms.kernels.e4m3 import can_cast
 from comms.put_and_take import num_processors
-from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_kernel, weight_grad_kernel
+from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_expanded_kernel, up_kernel, weight_grad_kernel
+from moe.kernels.pair_rows import Part, launch_expand
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE
 from moe.tiles import Tile, tile_for
 
 # Pairs and columns of one program of the activation's gradient, and its warps.
 ACT_ROWS, ACT_COLUMNS, ACT_WARPS = 8, 256, 4
-# Beside a product, which leaves it 19,700 registers of a multiprocessor: 8 programs of 2,304, with 24 KB on their way.
-# One program of 8 pairs would take 12,288.
-BESIDE_ROWS, BESIDE_WARPS = 2, 1
-# Numbers of the activation from which on backward has the experts in parts: 16 tiles per multiprocessor, 8 in each.
-LEAST_IN_PARTS = 16 * 132 * 128 * 256
+# The same beside a product, which leaves it 19,700 registers of a multiprocessor: 9 programs, with 27 KB on their way,
+# where one program of 8 pairs would fit. And such programs per multiprocessor: several after each other, since products
+# that end leave room for more; but not one for every few pairs of all experts, of which a part has only some.
+BESIDE_ROWS, BESIDE_WARPS, BESIDE_PROGRAMS = 2, 1, 64
+# Parts of the experts that take turns with what runs beside products.
+DOWN_PARTS, COPY_PARTS = 2, 1
+# Numbers that a part's product makes at least: 8 tiles per multiprocessor.
+LEAST_OF_PART = 8 * 132 * 128 * 256
 
 
 def launch_up(
@@ -63,6 +68,28 @@ def launch_up(
         EXPERTS=triton.next_power_of_2(E), HAS_BIAS=b_E2F is not None, EVEN_K=D % tile.k == 0, PARTS=tile.parts,
         **activation_of(activation, rows_RD), **_launch(rows_RD, tile, spare),
         KEEPS=keeps_hidden and kept is not None,
+    )  # fmt: skip
+
+
+def launch_up_expanded(
+    rows_PD: Tensor, weights_P: Tensor, w_E2FD: Tensor, b_E2F: Tensor | None, ends_S: Tensor,
+    h_PH: Tensor, a_PF: Tensor, activation: str, chunk: int = 0, num_experts: int | None = None,
+) -> None:  # fmt: skip
+    """`launch_up` of rows that stand in the order of pairs.
+
+    Args:
+        num_experts: as launch_rows has it.
+    """
+    E, _, F, D = w_E2FD.shape
+    tile = tile_for("up_expanded", (num_experts or E, D, F))
+    if rows_PD.shape[0] == 0:
+        return
+    x_desc = TensorDescriptor.from_tensor(rows_PD, [tile.m, tile.k])
+    w_desc = TensorDescriptor.from_tensor(w_E2FD.view(E * 2, F, D), [2, tile.n, tile.k])
+    up_expanded_kernel[num_programs(rows_PD)](
+        x_desc, weights_P, w_desc, b_E2F, ends_S, h_PH, a_PF, D, F, E, chunk * E,
+        EXPERTS=triton.next_power_of_2(E), HAS_BIAS=b_E2F is not None, PARTS=tile.parts,
+        **activation_of(activation, rows_PD), **_launch(rows_PD, tile, 0),
     )  # fmt: skip
 
 
@@ -108,8 +135,12 @@ def launch_act_grad(
     block = ACT_COLUMNS if coded else min(ACT_COLUMNS, triton.next_power_of_2(F))
     num_pairs = P if num_pairs is None else num_pairs
     rows, warps = (BESIDE_ROWS, BESIDE_WARPS) if beside else (ACT_ROWS, ACT_WARPS)
+    programs = triton.cdiv(num_pairs, rows)
+    if beside:
+        # How many pairs the experts of a part have, the device alone knows: programs for all would mostly find none.
+        programs = min(programs, BESIDE_PROGRAMS * num_programs(da_PF)[0])
     if num_pairs:
-        act_grad_kernel[(triton.cdiv(num_pairs, rows),)](
+        act_grad_kernel[(programs,)](
             da_PF, weights_P, ends_S, h_PH, dh_PH, values, scales, dots_P, kept, F, num_experts, chunk * num_experts,
             ROWS=rows, BLOCK=block, CODED=coded is not None, CAST=can_cast(h_PH), **activation_of(activation, h_PH),
             KEEPS=keeps_hidden and kept is not None, num_warps=warps,
@@ -141,19 +172,21 @@ def launch_weight_grad(
 
 
 def launch_down_backward(
-    dout_PD: Tensor, weights_P: Tensor, w_EDF: Tensor, ends_E: Tensor, h_PH: Tensor,
-    a_PF: Tensor, dh_PH: Tensor, dots_P: Tensor, dw_EDF: Tensor, activation: str,
+    dout_RD: Tensor, rows_RD: Tensor, slots_RK: Tensor, weights_P: Tensor, w_EDF: Tensor, ends_E: Tensor, h_PH: Tensor,
+    dout_PD: Tensor, rows_PD: Tensor, a_PF: Tensor, dh_PH: Tensor, dots_P: Tensor, dw_EDF: Tensor, activation: str,
 ) -> None:  # fmt: skip
-    """All that backward has to do with the down map: da[p] = W[e]^T dout[p], what launch_act_grad makes of it, and dW.
+    """What backward has to do with the down map, and the copies of rows that it needs afterwards.
 
-    The activation's gradient moves six numbers for each of a's and multiplies none. So it is formed by halves of the
-    experts, each half beside a product of the other:
+    dout[p] is that of p's row, da[p] = W[e]^T dout[p], dh and dots what launch_act_grad makes of it, and then dW. The
+    activation's gradient moves six numbers for each of a's and multiplies none. So it is formed by parts of the
+    experts, each beside a product of another:
 
-        products    da of 0    da of 1    dW of 0    dW of 1
-        passes                    0          1
+        products              da of 0    da of 1    dW of 0    dW of 1
+        others     dout[p]               act of 0   act of 1   rows[p]
     """
-    num_parts = parts_of(w_EDF, a_PF)
-    E, part = w_EDF.shape[0], w_EDF.shape[0] // num_parts
+    E = w_EDF.shape[0]
+    num_parts = parts_of(E, a_PF, DOWN_PARTS)
+    part = E // num_parts
 
     def product(n: int) -> None:
         launch_rows("act_grad", dout_PD, w_EDF[n * part :][:part], ends_E, a_PF, True, chunk=n, num_experts=E)
@@ -165,36 +198,75 @@ def launch_down_backward(
     def weight_grad(n: int) -> None:
         launch_weight_grad(dout_PD, a_PF, ends_E, dw_EDF[n * part :][:part], chunk=n, num_experts=E)
 
-    product(0)
-    if num_parts == 2:
-        launch_beside(a_PF, lambda: product(1), lambda: activation_grad(0))
-        launch_beside(a_PF, lambda: weight_grad(0), lambda: activation_grad(1))
-    else:
-        activation_grad(0)
-    weight_grad(num_parts - 1)
+    in_turns = COPY_PARTS > 1 and num_parts > 1
+    launch_expand(dout_RD, slots_RK, dout_PD, Part(ends_E, 0, part) if in_turns else None)
+    with Lanes(a_PF) as lanes:
+        copied, formed = None, list[Event]()
+        for n in range(num_parts):
+            formed.append(lanes.product(partial(product, n), copied))
+            if in_turns and n + 1 < num_parts:
+                copied = lanes.beside(partial(launch_expand, dout_RD, slots_RK, dout_PD, Part(ends_E, n + 1, part)))
+        passed = [lanes.beside(partial(activation_grad, n), formed[n]) for n in range(num_parts)]
+        for n in range(num_parts):
+            lanes.product(partial(weight_grad, n), passed[n])
+        lanes.beside(partial(launch_expand, rows_RD, slots_RK, rows_PD))
 
 
-def parts_of(w_EDF: Tensor, a_PF: Tensor) -> int:
-    """In how many parts launch_down_backward has the experts; in 1 where a part's tiles would be too few."""
-    return 2 if w_EDF.shape[0] % 2 == 0 and a_PF.numel() >= LEAST_IN_PARTS else 1
+def parts_of(num_experts: int, made: Tensor, most: int) -> int:
+    """In how many parts experts take turns: fewer than `most` where a part's tiles would be too few."""
+    parts = most
+    while parts > 1 and (num_experts % parts or made.numel() < parts * LEAST_OF_PART):
+        parts //= 2
+    return parts
 
 
-def launch_beside(like: Tensor, product: Callable[[], None], copies: Callable[[], None]) -> None:
-    """Both launches at once: what copies rows takes memory's time while the product takes the tensor cores'.
+# Where a launch on a lane has ended; None without a GPU, where launches are done when they return.
+Event = torch.cuda.Event | None
+
+
+class Lanes:
+    """Two streams for the time of a `with`: what copies rows takes memory's time while products take the tensor cores'.
 
     A product's one program per multiprocessor leaves a third of the registers, and what copies needs no shared memory:
-    both find room. Neither may allocate: memory of another stream would come back too early.
+    both find room. Launches must not allocate: memory of another stream would come back too early. They are given in
+    an order that is right without streams, too.
     """
-    if not like.is_cuda:
-        product()
-        copies()
-        return
-    current, products = torch.cuda.current_stream(like.device), _product_stream(like.device)
-    products.wait_stream(current)
-    with torch.cuda.stream(products):
-        product()
-    copies()
-    current.wait_stream(products)
+
+    def __init__(self, like: Tensor) -> None:
+        self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        if like.is_cuda:
+            self.streams = torch.cuda.current_stream(like.device), _product_stream(like.device)
+
+    def __enter__(self) -> "Lanes":
+        if self.streams:
+            current, products = self.streams
+            products.wait_stream(current)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.streams:
+            current, products = self.streams
+            current.wait_stream(products)
+
+    def beside(self, launch: Callable[[], None], after: Event = None) -> Event:
+        """On the stream that was current, after what is there and `after`."""
+        return self._launch(0, launch, after)
+
+    def product(self, launch: Callable[[], None], after: Event = None) -> Event:
+        """On the stream of products, after those before and `after`."""
+        return self._launch(1, launch, after)
+
+    def _launch(self, lane: int, launch: Callable[[], None], after: Event) -> Event:
+        if not self.streams:
+            launch()
+            return None
+        stream, ended = self.streams[lane], torch.cuda.Event()
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            launch()
+        ended.record(stream)
+        return ended
 
 
 @functools.cache

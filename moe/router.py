@@ -23,6 +23,7 @@ from comms.operators import operator, register_fake
 from comms.split_sequence import SplitSequence
 from moe.config import MoEConfig
 from moe.kernels.choose import stable_topk
+from moe.kernels.two_halves import two_halves
 
 NO_EXPERT = -1
 # Keeps a sum of sigmoid scores that all underflowed to zero from dividing zero by zero.
@@ -161,8 +162,7 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 @operator("wide_linear_grad")
 def wide_linear_grad(d_logits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
     """dx and dW in bf16. The gradient of the logits enters as two bf16 numbers, which hold 16 bits of it."""
-    high_TE = d_logits_TE.bfloat16()
-    both = torch.cat([high_TE, (d_logits_TE - high_TE).bfloat16()], dim=1)
+    both = two_halves(d_logits_TE)
     dx_TD = both @ weight_ED.repeat(2, 1)
     dw_high_ED, dw_low_ED = torch.mm(both.t(), x_TD, out_dtype=torch.float32).chunk(2)
     return dx_TD, (dw_high_ED + dw_low_ED).bfloat16()

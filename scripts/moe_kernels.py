@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from comms.kernels.gather_sum import gather_sum
-from moe.fused_experts import down, down_backward, up, up_grad, up_grad_and_rows, weight_grad, weight_grad_and_sums
+from moe.fused_experts import down, down_backward, up, up_grad, weight_grad, weight_grad_and_sums
 from moe.kernels.pair_rows import expand_rows, gather_rows
 from moe.kernels.sort_pairs import sort_pairs
 from scripts.moe_sides import Problem, Shape, draw_ids
@@ -54,22 +54,24 @@ def product_works(problem: Problem, ids_RK: Tensor) -> dict[str, Work]:
     pairs = sort_pairs(ids_RK, shape.experts, P)
     offsets_E = pairs.offsets_E
     weights_P = torch.full((P,), 1 / shape.top_k, device=ids_RK.device)
-    h_PH, a_PF = up(problem.x_TD, pairs.rows_P, weights_P, w_up, None, offsets_E, "swiglu")
     rows_PD = expand_rows(problem.x_TD, pairs.slots_RK, P)
     dout_PD = expand_rows(problem.grad_TD, pairs.slots_RK, P)
+    of_up = problem.x_TD, pairs.slots_RK, weights_P, w_up, None, offsets_E, "swiglu"
+    h_PH, a_PF = up(*of_up)
+    of_down = problem.grad_TD, problem.x_TD, pairs.slots_RK, weights_P, w_down, offsets_E, h_PH, "swiglu"
     # Operations of the down map; of the two maps before it twice as many.
     one = 2 * P * shape.dim * shape.hidden / 1e12
     works: dict[str, tuple[Callable[[], Any], float]] = {
-        "up": (partial(up, problem.x_TD, pairs.rows_P, weights_P, w_up, None, offsets_E, "swiglu"), 2 * one),
+        # With the copies of rows that it needs.
+        "up": (partial(up, *of_up), 2 * one),
         "down": (partial(down, a_PF, w_down, None, weights_P, offsets_E), one),
-        # Two products, and the activation's gradient beside them.
-        "down_backward": (partial(down_backward, dout_PD, weights_P, w_down, offsets_E, h_PH, "swiglu"), 2 * one),
+        # Two products, two copies of rows and the activation's gradient.
+        "down_backward": (partial(down_backward, *of_down), 2 * one),
         "weight_grad down": (partial(weight_grad, dout_PD, a_PF, offsets_E), one),
         # h stands for its gradient, which has the same size.
         "up_grad": (partial(up_grad, h_PH, w_up, offsets_E), 2 * one),
         "weight_grad up": (partial(weight_grad, h_PH, rows_PD, offsets_E), 2 * one),
-        # As backward has them, with what copies rows beside them; rows_PD stands for gradients of pairs.
-        "up_grad + rows": (partial(up_grad_and_rows, h_PH, w_up, offsets_E, problem.x_TD, pairs.slots_RK), 2 * one),
+        # As backward has it, with sums beside it; rows_PD stands for gradients of pairs.
         "weight_grad + sums": (
             partial(weight_grad_and_sums, h_PH, rows_PD, offsets_E, rows_PD, pairs.slots_RK),
             2 * one,

@@ -20,6 +20,7 @@ Shape suffixes: R rows, K slots per row, P pairs, D row width, C chunks, N numbe
 # ruff: noqa: ANN001, ANN202
 
 import os
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,6 +33,15 @@ from comms.operators import operator, register_fake
 COLUMNS = 2048
 # Numbers of one program of `gather_sums`.
 NUMBERS = 256
+
+
+class Part(NamedTuple):
+    """Some experts in a row: the n-th `num_experts` of them."""
+
+    # int32; where each expert's pairs end.
+    ends_E: Tensor
+    n: int
+    num_experts: int
 
 
 @operator("expand_rows")
@@ -49,15 +59,21 @@ def expand_rows(x_RD: Tensor, slots_RK: Tensor, num_pairs: int) -> Tensor:
     return out_PD
 
 
-def launch_expand(x_RD: Tensor, slots_RK: Tensor, out_PD: Tensor) -> None:
-    """`expand_rows` into memory that is there, all of it contiguous; always by the kernel."""
+def launch_expand(x_RD: Tensor, slots_RK: Tensor, out_PD: Tensor, part: Part | None = None) -> None:
+    """`expand_rows` into memory that is there, all of it contiguous; always by the kernel.
+
+    Args:
+        part: only the pairs of these experts.
+    """
     (num_rows, num_slots), width = slots_RK.shape, x_RD.shape[1]
-    if out_PD.numel():
-        block = min(triton.next_power_of_2(width), COLUMNS)
-        with torch.cuda.device(x_RD.device) if x_RD.is_cuda else torch.no_grad():
-            _expand_kernel[(num_rows * triton.cdiv(width, block),)](
-                *(x_RD, slots_RK, out_PD, None, width, None, 0, 0), SLOTS=num_slots, BLOCK=block, KEEPS=False
-            )
+    if out_PD.numel() == 0:
+        return
+    block = min(triton.next_power_of_2(width), COLUMNS)
+    which = (None, 0, 0) if part is None else (part.ends_E, part.n * part.num_experts, part.num_experts)
+    with torch.cuda.device(x_RD.device) if x_RD.is_cuda else torch.no_grad():
+        _expand_kernel[(num_rows * triton.cdiv(width, block),)](
+            *(x_RD, slots_RK, out_PD, None, width, None, 0, 0, *which), SLOTS=num_slots, BLOCK=block, KEEPS=False
+        )
 
 
 @register_fake(expand_rows)
@@ -133,8 +149,8 @@ def expand_chunks(
     width = x_RD.shape[1]
     block = min(triton.next_power_of_2(width), COLUMNS)
     _expand_kernel[(num_rows * triton.cdiv(width, block),)](
-        x_RD, slots_RK, out_PD, kept, width, row_ends_C, *chunks, SLOTS=slots_RK.shape[1], BLOCK=block,
-        KEEPS=keeps_x and kept is not None,
+        x_RD, slots_RK, out_PD, kept, width, row_ends_C, *chunks, None, 0, 0,
+        SLOTS=slots_RK.shape[1], BLOCK=block, KEEPS=keeps_x and kept is not None,
     )  # fmt: skip
 
 
@@ -165,12 +181,15 @@ def _row_range(row_ends, first_chunk, last_chunk):
     return tl.load(row_ends + first_chunk - 1, mask=first_chunk > 0, other=0), tl.load(row_ends + last_chunk)
 
 
-@triton.jit(do_not_specialize=["first_chunk", "last_chunk"])
+@triton.jit(do_not_specialize=["first_chunk", "last_chunk", "first_expert"])
 def _expand_kernel(
-    x, slots, out, kept, width, row_ends, first_chunk, last_chunk, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    KEEPS: tl.constexpr,
+    x, slots, out, kept, width, row_ends, first_chunk, last_chunk, ends, first_expert, num_experts,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of columns of one row; neighbours have the same row."""
+    """One program: one block of columns of one row; neighbours have the same row.
+
+    row_ends: only rows of these chunks. ends: only pairs of these experts.
+    """
     if kept is not None:
         slots += tl.load(kept) * SLOTS
         if KEEPS:
@@ -183,6 +202,9 @@ def _expand_kernel(
         first, end = _row_range(row_ends, first_chunk, last_chunk)
         row += first
         inside = inside & (row < end)
+    if ends is not None:
+        first_slot = tl.load(ends + first_expert - 1, mask=first_expert > 0, other=0)
+        end_slot = tl.load(ends + first_expert + num_experts - 1)
     values = tl.load(x + row.to(tl.int64) * width + column, mask=inside)
     # Unrolled: the first read brings the cache line that has the row's other slots.
     for k in tl.static_range(SLOTS):
@@ -190,7 +212,10 @@ def _expand_kernel(
             slot = tl.load(slots + row * SLOTS + k, mask=row < end, other=-1).to(tl.int64)
         else:
             slot = tl.load(slots + row * SLOTS + k).to(tl.int64)
-        tl.store(out + slot * width + column, values, mask=inside & (slot >= 0))
+        named = slot >= 0
+        if ends is not None:
+            named = (slot >= first_slot) & (slot < end_slot)
+        tl.store(out + slot * width + column, values, mask=inside & named)
 
 
 @triton.jit(do_not_specialize=["chunk"])

@@ -14,7 +14,7 @@ from comms.kernels.gather_sum import gather_sum
 from moe import fused_launches
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
-from moe.fused_experts import down_backward, up_grad, up_grad_and_rows, weight_grad, weight_grad_and_sums
+from moe.fused_experts import down_backward, up_grad, weight_grad, weight_grad_and_sums
 from moe.kernels.pair_rows import expand_rows
 from moe.kernels.sort_pairs import sort_pairs
 
@@ -134,37 +134,39 @@ def test_what_runs_beside_products_gives_the_same_bits() -> None:
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(50):
         rows_RD, dh_PH = draw(R, D), draw(R * K, 2 * F)
-        d_PD, rows_PD = up_grad_and_rows(dh_PH, w_E2FD, offsets_E, rows_RD, slots_RK)
-        dw_EHD, sums_RD = weight_grad_and_sums(dh_PH, rows_PD, offsets_E, d_PD, slots_RK)
-        alone_PD, copies_PD = up_grad(dh_PH, w_E2FD, offsets_E), expand_rows(rows_RD, slots_RK, R * K)
-        alone = alone_PD, copies_PD, weight_grad(dh_PH, copies_PD, offsets_E), gather_sum(alone_PD, slots_RK)
-        del rows_RD, dh_PH
-        for together, one in zip((d_PD, rows_PD, dw_EHD, sums_RD), alone, strict=True):
-            wrong += (together != one).sum()
+        d_PD, rows_PD = up_grad(dh_PH, w_E2FD, offsets_E), expand_rows(rows_RD, slots_RK, R * K)
+        together = weight_grad_and_sums(dh_PH, rows_PD, offsets_E, d_PD, slots_RK)
+        alone = weight_grad(dh_PH, rows_PD, offsets_E), gather_sum(d_PD, slots_RK)
+        del rows_RD, dh_PH, d_PD, rows_PD
+        for beside, one in zip(together, alone, strict=True):
+            wrong += (beside != one).sum()
     assert wrong.item() == 0
 
 
 def test_experts_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, with the activation's gradient beside products; one expert has no pairs, one has most."""
+    """As above, for rows copied and the activation's gradient formed beside products; some experts have no pairs."""
     generator = torch.Generator("cuda").manual_seed(3)
-    P, E, D, F = 16384, 16, 1024, 512
-    counts_E = torch.full((E,), 500)
-    counts_E[[3, 12]] = torch.tensor([0, P - 14 * 500 - 100])
-    offsets_E = counts_E.cumsum(0).int().cuda()
+    R, K, E, D, F = 8192, 2, 16, 1024, 512
+    ids_RK = torch.randint(4, 12, (R, K), generator=generator, device="cuda")
+    ids_RK[::16, 0] = torch.arange(R // 16, device="cuda") % 3
+    ids_RK[1::16, 1], ids_RK[2::16, 0] = 13, -1
+    num_pairs = int((ids_RK >= 0).sum())
+    pairs = sort_pairs(ids_RK, E, num_pairs)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device="cuda").bfloat16()
 
-    w_EDF, weights_P, ends = draw(E, D, F), torch.rand(P, generator=generator, device="cuda"), int(offsets_E[-1])
+    w_EDF, weights_P = draw(E, D, F), torch.rand(num_pairs, generator=generator, device="cuda")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(50):
-        dout_PD, h_PH = draw(P, D), draw(P, 2 * F)
-        found = []
-        for least in (0, 10**12):
-            monkeypatch.setattr(fused_launches, "LEAST_IN_PARTS", least)
-            found.append(down_backward(dout_PD, weights_P, w_EDF, offsets_E, h_PH, "swiglu"))
-        del dout_PD, h_PH
-        (dh_PH, dots_P, dw_EDF), whole = found
-        wrong += (dh_PH[:ends] != whole[0][:ends]).sum() + (dots_P[:ends] != whole[1][:ends]).sum()
-        wrong += (dw_EDF != whole[2]).sum()
+        dout_RD, rows_RD, h_PH = draw(R, D), draw(R, D), draw(num_pairs, 2 * F)
+        given = dout_RD, rows_RD, pairs.slots_RK, weights_P, w_EDF, pairs.offsets_E, h_PH, "swiglu"
+        monkeypatch.setattr(fused_launches, "LEAST_OF_PART", 0)
+        in_parts = down_backward(*given)
+        monkeypatch.setattr(fused_launches, "LEAST_OF_PART", 10**12)
+        whole = down_backward(*given)
+        copies = expand_rows(dout_RD, pairs.slots_RK, num_pairs), expand_rows(rows_RD, pairs.slots_RK, num_pairs)
+        del dout_RD, rows_RD, h_PH, given
+        for ours, expected in zip((*in_parts, *in_parts[3:]), (*whole, *copies), strict=True):
+            wrong += (ours != expected).sum()
     assert wrong.item() == 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe.kernels.choose import count_ids, stable_topk
+from moe.kernels.two_halves import two_halves
 
 
 def scores(rows: int, width: int, kind: str) -> torch.Tensor:
@@ -35,3 +36,12 @@ def test_counts(experts: int, shape: tuple[int, int]) -> None:
     ids = torch.randint(-1, experts, shape, generator=torch.Generator().manual_seed(0))
     expected = torch.tensor([int((ids == expert).sum()) for expert in range(experts)])
     assert torch.equal(count_ids(ids, experts), expected)
+
+
+@pytest.mark.parametrize("shape", [(700, 5), (1, 128), (0, 4)])
+def test_two_halves_add_up(shape: tuple[int, int]) -> None:
+    x = scores(*shape, "random")
+    high, low = two_halves(x).float().chunk(2, dim=1)
+    assert two_halves(x).dtype == torch.bfloat16
+    # The interpreter cuts off where a card rounds: 8 bits of the number and 8 of the rest.
+    assert ((high - x).abs() <= x.abs() * 2**-7).all() and ((high + low - x).abs() <= x.abs() * 2**-14).all()

@@ -23,6 +23,7 @@ BOUND = 1e-5
 # Blocks that these sizes fill once, several times and in part; the epilogues' parts as on a GPU.
 SMALL = {
     "up": Tile(16, 16, 16, 4, 2, 2, parts=2),
+    "up_expanded": Tile(16, 16, 16, 4, 2, 2, parts=2),
     "down": Tile(16, 32, 16, 4, 2, 2),
     "act_grad": Tile(16, 32, 16, 4, 2, 2),
     "up_grad": Tile(16, 32, 16, 4, 2, 2),
@@ -33,8 +34,8 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "CANDIDATES", {kernel: (tile,) for kernel, tile in SMALL.items()})
-    # An even number of experts in two parts, as large ones on a GPU.
-    monkeypatch.setattr(fused_launches, "LEAST_IN_PARTS", 0)
+    # An even number of experts in parts, as large ones on a GPU.
+    monkeypatch.setattr(fused_launches, "LEAST_OF_PART", 0)
 
 
 def choose(num_rows: int, config: MoEConfig, routing: str) -> Tensor:
@@ -260,7 +261,7 @@ def test_experts_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(fused_launches, "launch_weight_grad", launch)
     results("fused", torch.float32, config, 16, ids_RK)
-    monkeypatch.setattr(fused_launches, "LEAST_IN_PARTS", 10**9)
+    monkeypatch.setattr(fused_launches, "LEAST_OF_PART", 10**9)
     whole = results("fused", torch.float32, config, 16, ids_RK)
     assert sizes == [2, 2, 4]
     assert all(torch.equal(in_parts[name], whole[name]) for name in whole)
@@ -302,5 +303,9 @@ def test_tuning_measures_what_launches_ask_for(monkeypatch: pytest.MonkeyPatch, 
     # Backward launches a part of the experts, by the tile of all of them.
     asked.clear()
     x_PD, h_PH, offsets_E = torch.ones(20, 16), torch.ones(20, 64), torch.tensor([9, 20], dtype=torch.int32)
-    fused.down_backward(x_PD, torch.ones(20), torch.ones(2, 16, 32), offsets_E, h_PH, "swiglu")
+    slots_RK = torch.arange(20, dtype=torch.int32)[:, None]
+    fused.down_backward(x_PD, x_PD, slots_RK, torch.ones(20), torch.ones(2, 16, 32), offsets_E, h_PH, "swiglu")
     assert asked == {("act_grad", (2, 16, 32)), ("weight_grad", (2, 16, 32))}
+    asked.clear()
+    fused.up(x_PD, slots_RK, torch.ones(20), torch.ones(2, 2, 32, 16), None, offsets_E, "swiglu")
+    assert asked == {("up_expanded", (2, 16, 32))}
