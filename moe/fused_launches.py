@@ -43,7 +43,7 @@ ACT_ROWS, ACT_COLUMNS, ACT_WARPS = 8, 256, 4
 # that end leave room for more; but not one for every few pairs of all experts, of which a part has only some.
 BESIDE_ROWS, BESIDE_WARPS, BESIDE_PROGRAMS = 2, 1, 64
 # Parts of the experts that take turns with what runs beside products.
-DOWN_PARTS, COPY_PARTS = 2, 1
+PARTS = 2
 # Numbers that a part's product makes at least: 8 tiles per multiprocessor.
 LEAST_OF_PART = 8 * 132 * 128 * 256
 
@@ -110,11 +110,11 @@ def launch_rows(
     a_desc = TensorDescriptor.from_tensor(a_PI, [tile.m, tile.k])
     block = [tile.k, tile.n] if transposed else [tile.n, tile.k]
     b_desc = TensorDescriptor.from_tensor(w_E.view(-1, w_E.shape[2]), block)
-    out_desc = create_ragged_descriptor(out_PO, [tile.m, tile.n])
+    out_desc = create_ragged_descriptor(out_PO, [tile.m, tile.n // tile.parts])
     rows_kernel[num_programs(a_PI, spare)](
         a_desc, b_desc, bias_EO, weights_P, ends_S, out_desc, inner, width, E, chunk * E,
         EXPERTS=triton.next_power_of_2(E), HAS_BIAS=bias_EO is not None, TRANSPOSED=transposed,
-        EVEN_K=inner % tile.k == 0, **_launch(a_PI, tile, spare),
+        EVEN_K=inner % tile.k == 0, PARTS=tile.parts, **_launch(a_PI, tile, spare),
     )  # fmt: skip
 
 
@@ -181,12 +181,15 @@ def launch_down_backward(
     activation's gradient moves six numbers for each of a's and multiplies none. So it is formed by parts of the
     experts, each beside a product of another:
 
-        products              da of 0    da of 1    dW of 0    dW of 1
-        others     dout[p]               act of 0   act of 1   rows[p]
+        products               da of 0    da of 1    dW of 0    dW of 1
+        others     dout of 0      1       act of 0   act of 1   rows[p]
     """
     E = w_EDF.shape[0]
-    num_parts = parts_of(E, a_PF, DOWN_PARTS)
+    num_parts = parts_of(E, a_PF)
     part = E // num_parts
+
+    def expand(n: int) -> None:
+        launch_expand(dout_RD, slots_RK, dout_PD, Part(ends_E, n, part) if num_parts > 1 else None)
 
     def product(n: int) -> None:
         launch_rows("act_grad", dout_PD, w_EDF[n * part :][:part], ends_E, a_PF, True, chunk=n, num_experts=E)
@@ -198,26 +201,21 @@ def launch_down_backward(
     def weight_grad(n: int) -> None:
         launch_weight_grad(dout_PD, a_PF, ends_E, dw_EDF[n * part :][:part], chunk=n, num_experts=E)
 
-    in_turns = COPY_PARTS > 1 and num_parts > 1
-    launch_expand(dout_RD, slots_RK, dout_PD, Part(ends_E, 0, part) if in_turns else None)
+    expand(0)
     with Lanes(a_PF) as lanes:
-        copied, formed = None, list[Event]()
-        for n in range(num_parts):
+        formed = [lanes.product(partial(product, 0))]
+        for n in range(1, num_parts):
+            copied = lanes.beside(partial(expand, n))
             formed.append(lanes.product(partial(product, n), copied))
-            if in_turns and n + 1 < num_parts:
-                copied = lanes.beside(partial(launch_expand, dout_RD, slots_RK, dout_PD, Part(ends_E, n + 1, part)))
         passed = [lanes.beside(partial(activation_grad, n), formed[n]) for n in range(num_parts)]
         for n in range(num_parts):
             lanes.product(partial(weight_grad, n), passed[n])
         lanes.beside(partial(launch_expand, rows_RD, slots_RK, rows_PD))
 
 
-def parts_of(num_experts: int, made: Tensor, most: int) -> int:
-    """In how many parts experts take turns: fewer than `most` where a part's tiles would be too few."""
-    parts = most
-    while parts > 1 and (num_experts % parts or made.numel() < parts * LEAST_OF_PART):
-        parts //= 2
-    return parts
+def parts_of(num_experts: int, made: Tensor) -> int:
+    """In how many parts experts take turns: in one where the tiles of a part would be too few."""
+    return PARTS if num_experts % PARTS == 0 and made.numel() >= PARTS * LEAST_OF_PART else 1
 
 
 # Where a launch on a lane has ended; None without a GPU, where launches are done when they return.

@@ -66,7 +66,7 @@ from trainer.garbage import NEVER, collected_together
 
 REPEATS = 5
 # How long a side works before it is timed.
-WARM_SECONDS = 0.5
+WARM_SECONDS = 0.3
 # Clock cycles of the device for which the host may run ahead: about 8 milliseconds.
 HEAD_START = 15_000_000
 # Tokens of the comparison with fp32.

@@ -270,7 +270,7 @@ def rows_kernel(
     a_desc, b_desc, bias, weights, offsets, out_desc,
     inner, width, num_experts, first_segment,
     PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[p] = B[e] a[p] (+ w[p] * bias[e]); B is (width, inner) or, for gradients, (inner, width)."""
@@ -303,8 +303,10 @@ def rows_kernel(
             total += weight[:, None] * row_of_bias[None, :]
         # What triton.tools.ragged_tma.store_ragged does, which Triton's interpreter refuses.
         beyond, end, row = to_ragged_indices(start, count, m * BLOCK_M)
-        block_out = tl.reshape(total.to(out_desc.dtype), [1, 1, BLOCK_M, BLOCK_N])
-        out_desc.store([beyond, end, row, n * BLOCK_N], block_out)
+        totals = _split_columns(total, BLOCK_M, BLOCK_N, PARTS)
+        for part in tl.static_range(PARTS):
+            block_out = tl.reshape(totals[part].to(out_desc.dtype), [1, 1, BLOCK_M, BLOCK_N // PARTS])
+            out_desc.store([beyond, end, row, n * BLOCK_N + part * (BLOCK_N // PARTS)], block_out)
 
 
 @triton.jit

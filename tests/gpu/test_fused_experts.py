@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from comms.kernels.gather_sum import gather_sum
-from moe import fused_launches
+from moe import fused_launches, tiles
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
 from moe.fused_experts import down_backward, up_grad, weight_grad, weight_grad_and_sums
+from moe.fused_launches import launch_rows, launch_up_expanded
 from moe.kernels.pair_rows import expand_rows
 from moe.kernels.sort_pairs import sort_pairs
 
@@ -170,3 +171,31 @@ def test_experts_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
         for ours, expected in zip((*in_parts, *in_parts[3:]), (*whole, *copies), strict=True):
             wrong += (ours != expected).sum()
     assert wrong.item() == 0
+
+
+@pytest.mark.parametrize("kernel", ["down", "act_grad", "up_expanded"])
+def test_every_candidate_gives_the_same_bits(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cut a product differently; experts end anywhere, and the last columns are no whole block."""
+    generator = torch.Generator("cuda").manual_seed(4)
+    P, E, D, F = 3000, 5, 520, 392
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    ends_E = torch.tensor([700, 700, 701, 1900, 2950], dtype=torch.int32, device="cuda")
+    x_PD, a_PF, w_EDF, w_E2FD = draw(P, D), draw(P, F), draw(E, D, F), draw(E, 2, F, D)
+    found = []
+    for tile in tiles.CANDIDATES[kernel]:
+        monkeypatch.setattr(tiles, "CANDIDATES", {kernel: (tile,)})
+        out, a = (torch.full((P, width), 7.0, device="cuda").bfloat16() for width in (max(D, 2 * F), F))
+        if kernel == "up_expanded":
+            weights_P = torch.linspace(0, 1, P, device="cuda")
+            h_PH = out.view(-1)[: P * 2 * F].view(P, 2 * F)
+            launch_up_expanded(x_PD, weights_P, w_E2FD, None, ends_E, h_PH, a, "swiglu")
+        elif kernel == "down":
+            launch_rows(kernel, a_PF, w_EDF, ends_E, out.view(-1)[: P * D].view(P, D), False)
+        else:
+            launch_rows(kernel, x_PD, w_EDF, ends_E, out.view(-1)[: P * F].view(P, F), True)
+        found.append((out, a))
+    assert len(found) > 1 and found[0][0].isfinite().all()
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))

@@ -24,7 +24,7 @@ BOUND = 1e-5
 SMALL = {
     "up": Tile(16, 16, 16, 4, 2, 2, parts=2),
     "up_expanded": Tile(16, 16, 16, 4, 2, 2, parts=2),
-    "down": Tile(16, 32, 16, 4, 2, 2),
+    "down": Tile(16, 32, 16, 4, 2, 2, parts=2),
     "act_grad": Tile(16, 32, 16, 4, 2, 2),
     "up_grad": Tile(16, 32, 16, 4, 2, 2),
     "weight_grad": Tile(16, 32, 16, 4, 2, 2),
