@@ -9,9 +9,9 @@ Forward keeps the received rows, h (what the activation takes) and indices; the 
 A pair's output is linear in its weighted activation, so the gradient of its routing weight is <da, act(h)>, and y need
 not be kept (the identity is SonicMoE's, arXiv:2512.14080).
 
-Rows and dout are copied once per pair, each for as long as the products take that read them: reading them by index
-costs a product more than the copy (docs/LOG.md). In backward rows are copied, their gradients added up, and the
-activation's gradient formed, beside products (`Lanes`, and its users in moe/fused_launches.py).
+Forward reads rows by index. Backward copies dout and the rows once per pair, each for as long as two and one products
+take: there the indices would stand in the innermost loop (450 against 665 TFLOP/s on an H200). Rows are copied, their
+gradients added up, and the activation's gradient formed, beside products (`Lanes`, `launch_down_backward`).
 
 Shape suffixes: R rows, K slots per row, P pairs sorted by expert, D model dim, F hidden units of one expert, H = 2 F,
 E experts.
@@ -41,13 +41,12 @@ from moe.fused_launches import (
     launch_down_backward,
     launch_rows,
     launch_up,
-    launch_up_expanded,
     launch_weight_grad,
 )
 from moe.grouped_gemm import clear_tail_
 from moe.kernels import fused_experts as kernels
 from moe.kernels.fused_experts import act_kernel
-from moe.kernels.pair_rows import gather_sums, launch_expand
+from moe.kernels.pair_rows import gather_sums
 from moe.kernels.sort_pairs import Pairs
 from moe.tiles import Shape, Tile, Work, choose_tiles
 
@@ -91,10 +90,8 @@ def _works(P: int, E: int, D: int, F: int, device: torch.device) -> dict[tuple[s
     offsets_E = (torch.arange(1, E + 1, device=device) * P // E).int()
     weights_P, x_PD, h_PH, a_PF = torch.rand(P, device=device), randn(P, D), randn(P, 2 * F), randn(P, F)
     w_up, w_down = randn(E, 2, F, D), randn(E, D, F)
-    up = weights_P, w_up, None, offsets_E
     return {
-        ("up", (E, D, F)): partial(launch_up, x_PD, rows_P, *up, h_PH, a_PF, "swiglu"),
-        ("up_expanded", (E, D, F)): partial(launch_up_expanded, x_PD, *up, h_PH, a_PF, "swiglu"),
+        ("up", (E, D, F)): partial(up, x_PD, rows_P, weights_P, w_up, None, offsets_E, "swiglu"),
         ("down", (E, F, D)): partial(down, a_PF, w_down, None, weights_P, offsets_E),
         ("act_grad", (E, D, F)): partial(launch_rows, "act_grad", x_PD, w_down, offsets_E, a_PF, True),
         ("up_grad", (E, 2 * F, D)): partial(up_grad, h_PH, w_up, offsets_E),
@@ -119,7 +116,7 @@ class _FusedExperts(torch.autograd.Function):
         rows_RD = rows_RD.contiguous()
         weights_P = gather_sums(weights_RK.reshape(-1, 1), pairs.order_P)
         slots_RK, offsets_E = pairs.slots_RK, pairs.offsets_E
-        h_PH, a_PF = up(rows_RD, slots_RK, weights_P, w_gate_up_E2FD, b_gate_up_E2F, offsets_E, activation)
+        h_PH, a_PF = up(rows_RD, pairs.rows_P, weights_P, w_gate_up_E2FD, b_gate_up_E2F, offsets_E, activation)
         y_PD = down(a_PF, w_down_EDF, b_down_ED, weights_P, offsets_E)
         weights = w_gate_up_E2FD, w_down_EDF, b_gate_up_E2F, b_down_ED
         ctx.save_for_backward(rows_RD, weights_P, h_PH, *weights, slots_RK, offsets_E)
@@ -153,32 +150,31 @@ class _FusedExperts(torch.autograd.Function):
 @operator("experts_up")
 def up(
     rows_RD: Tensor,
-    slots_RK: Tensor,
+    rows_P: Tensor,
     weights_P: Tensor,
     w_E2FD: Tensor,
     b_E2F: Tensor | None,
     offsets_E: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    """h (P, 2F), gate first, and w[p] * act(h[p]) (P, F), of the rows whose slots name the pairs."""
-    P, F, D = weights_P.shape[0], *w_E2FD.shape[2:]
-    rows_PD, h_PH, a_PF = (rows_RD.new_empty(P, width) for width in (D, 2 * F, F))
-    launch_expand(rows_RD.contiguous(), slots_RK.contiguous(), rows_PD)
-    launch_up_expanded(rows_PD, weights_P, w_E2FD, b_E2F, offsets_E, h_PH, a_PF, activation)
+    """h (P, 2F), gate first, and w[p] * act(h[p]) (P, F)."""
+    P, F = rows_P.shape[0], w_E2FD.shape[2]
+    h_PH, a_PF = rows_RD.new_empty(P, 2 * F), rows_RD.new_empty(P, F)
+    launch_up(rows_RD, rows_P, weights_P, w_E2FD, b_E2F, offsets_E, h_PH, a_PF, activation)
     return h_PH, a_PF
 
 
 @register_fake(up)
 def _(
     rows_RD: Tensor,
-    slots_RK: Tensor,
+    rows_P: Tensor,
     weights_P: Tensor,
     w_E2FD: Tensor,
     b_E2F: Tensor | None,
     offsets_E: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    P, F = weights_P.shape[0], w_E2FD.shape[2]
+    P, F = rows_P.shape[0], w_E2FD.shape[2]
     return rows_RD.new_empty(P, 2 * F), rows_RD.new_empty(P, F)
 
 

@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from comms.kernels.e4m3 import can_cast
 from comms.put_and_take import num_processors
-from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_expanded_kernel, up_kernel, weight_grad_kernel
+from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_kernel, weight_grad_kernel
 from moe.kernels.pair_rows import Part, launch_expand
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE
 from moe.tiles import Tile, tile_for
@@ -71,28 +71,6 @@ def launch_up(
     )  # fmt: skip
 
 
-def launch_up_expanded(
-    rows_PD: Tensor, weights_P: Tensor, w_E2FD: Tensor, b_E2F: Tensor | None, ends_S: Tensor,
-    h_PH: Tensor, a_PF: Tensor, activation: str, chunk: int = 0, num_experts: int | None = None,
-) -> None:  # fmt: skip
-    """`launch_up` of rows that stand in the order of pairs.
-
-    Args:
-        num_experts: as launch_rows has it.
-    """
-    E, _, F, D = w_E2FD.shape
-    tile = tile_for("up_expanded", (num_experts or E, D, F))
-    if rows_PD.shape[0] == 0:
-        return
-    x_desc = TensorDescriptor.from_tensor(rows_PD, [tile.m, tile.k])
-    w_desc = TensorDescriptor.from_tensor(w_E2FD.view(E * 2, F, D), [2, tile.n, tile.k])
-    up_expanded_kernel[num_programs(rows_PD)](
-        x_desc, weights_P, w_desc, b_E2F, ends_S, h_PH, a_PF, D, F, E, chunk * E,
-        EXPERTS=triton.next_power_of_2(E), HAS_BIAS=b_E2F is not None, PARTS=tile.parts,
-        **activation_of(activation, rows_PD), **_launch(rows_PD, tile, 0),
-    )  # fmt: skip
-
-
 def launch_rows(
     kernel: str, a_PI: Tensor, w_E: Tensor, ends_S: Tensor, out_PO: Tensor, transposed: bool,
     bias_EO: Tensor | None = None, weights_P: Tensor | None = None, chunk: int = 0, spare: int = 0,
@@ -110,11 +88,11 @@ def launch_rows(
     a_desc = TensorDescriptor.from_tensor(a_PI, [tile.m, tile.k])
     block = [tile.k, tile.n] if transposed else [tile.n, tile.k]
     b_desc = TensorDescriptor.from_tensor(w_E.view(-1, w_E.shape[2]), block)
-    out_desc = create_ragged_descriptor(out_PO, [tile.m, tile.n // tile.parts])
+    out_desc = create_ragged_descriptor(out_PO, [tile.m, tile.n])
     rows_kernel[num_programs(a_PI, spare)](
         a_desc, b_desc, bias_EO, weights_P, ends_S, out_desc, inner, width, E, chunk * E,
         EXPERTS=triton.next_power_of_2(E), HAS_BIAS=bias_EO is not None, TRANSPOSED=transposed,
-        EVEN_K=inner % tile.k == 0, PARTS=tile.parts, **_launch(a_PI, tile, spare),
+        EVEN_K=inner % tile.k == 0, **_launch(a_PI, tile, spare),
     )  # fmt: skip
 
 

@@ -47,24 +47,9 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         Tile(128, 128, 64, 8, 3, group=4, parts=2),
         Tile(128, 128, 64, 8, 4, group=8, parts=2),
     ),
-    "up_expanded": (Tile(128, 128, 64, 8, 3, group=8, parts=2), Tile(128, 128, 64, 8, 3, group=4, parts=2)),
-    # Results that go out in two parts need half the room: one more block can be on its way.
-    "down": (
-        Tile(128, 256, 64, 8, 3, group=8),
-        Tile(128, 256, 64, 8, 3, group=4),
-        Tile(128, 256, 64, 8, 4, group=8, parts=2),
-        Tile(128, 128, 64, 4, 3, group=4),
-    ),
-    "act_grad": (
-        Tile(128, 256, 64, 8, 3, group=8),
-        Tile(128, 256, 64, 8, 3, group=4),
-        Tile(128, 256, 64, 8, 4, group=8, parts=2),
-    ),
-    "up_grad": (
-        Tile(128, 256, 64, 8, 3, group=8),
-        Tile(128, 256, 64, 8, 3, group=4),
-        Tile(128, 256, 64, 8, 4, group=8, parts=2),
-    ),
+    "down": (Tile(128, 256, 64, 8, 3, group=8), Tile(128, 256, 64, 8, 3, group=4), Tile(128, 128, 64, 4, 3, group=4)),
+    "act_grad": (Tile(128, 256, 64, 8, 3, group=8), Tile(128, 256, 64, 8, 3, group=4)),
+    "up_grad": (Tile(128, 256, 64, 8, 3, group=8), Tile(128, 256, 64, 8, 3, group=4)),
     "weight_grad": (Tile(128, 256, 32, 8, 5), Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3, group=8)),
 }
 

@@ -64,9 +64,9 @@ from scripts.moe_sides import (
 )
 from trainer.garbage import NEVER, collected_together
 
-REPEATS = 5
+REPEATS = 8
 # How long a side works before it is timed.
-WARM_SECONDS = 0.3
+WARM_SECONDS = 0.5
 # Clock cycles of the device for which the host may run ahead: about 8 milliseconds.
 HEAD_START = 15_000_000
 # Tokens of the comparison with fp32.
@@ -231,13 +231,15 @@ def time_sides(sides: dict[str, Side], problem: Problem, rounds: int) -> dict[st
     """{name: (forward, forward with backward) in ms of every round}."""
     leaf, cuda = problem.x_TD.detach().requires_grad_(), problem.x_TD.is_cuda
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    # The first round compiles what is left and warms the card up.
-    for measured in [False] + [True] * rounds:
-        for name, side in sides.items():
-            keep_at_it(partial(step, side, leaf, problem.grad_TD), cuda)
-            forward = milliseconds(partial(side.forward, leaf), cuda)
-            both = milliseconds(partial(step, side, leaf, problem.grad_TD), cuda)
-            if measured:
+    for number in range(rounds + 1):
+        # In alternating order: a card that has just rested or toiled on one side's work favours or burdens the next.
+        for name in list(sides) if number % 2 else reversed(sides):
+            work = partial(step, sides[name], leaf, problem.grad_TD)
+            keep_at_it(work, cuda)
+            both = milliseconds(work, cuda)
+            forward = milliseconds(partial(sides[name].forward, leaf), cuda)
+            # The first round compiles what is left and warms the card up.
+            if number:
                 times[name].append((forward, both))
     return times
 
@@ -254,35 +256,28 @@ def errors_of(sides: dict[str, Side], problem: Problem) -> dict[str, dict[str, f
         torch.compiler.set_stance("default")
 
 
-def milliseconds(work: Callable[[], Any], cuda: bool) -> float:
+def milliseconds(work: Callable[[], Any], cuda: bool, repeats: int = REPEATS) -> float:
     """Time of one call; on a GPU the mean of several, queued behind each other."""
     if not cuda:
         start = time.perf_counter()
         work()
         return (time.perf_counter() - start) * 1e3
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
     torch.cuda._sleep(HEAD_START)
     begin.record()
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         work()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / REPEATS
+    return begin.elapsed_time(end) / repeats
 
 
 def keep_at_it(work: Callable[[], Any], cuda: bool) -> None:
-    """Its own work for a while, as in training: the card's clock depends on what it has just done.
-
-    Behind a side that leaves the card cool a side would begin at a higher clock than behind one that heats it.
-    """
-    end = time.perf_counter() + (WARM_SECONDS if cuda else 0)
-    while True:
-        work()
-        if cuda:
-            torch.cuda.synchronize()
-        if time.perf_counter() >= end:
-            return
+    """A side's own work for a while, as in training: the card's power, and so its clock, depend on what it has done."""
+    took = milliseconds(work, cuda, repeats=2)
+    if cuda:
+        for _ in range(round(WARM_SECONDS * 1e3 / took)):
+            work()
 
 
 def host_milliseconds(side: Side, problem: Problem) -> float | None:

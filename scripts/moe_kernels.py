@@ -56,13 +56,12 @@ def product_works(problem: Problem, ids_RK: Tensor) -> dict[str, Work]:
     weights_P = torch.full((P,), 1 / shape.top_k, device=ids_RK.device)
     rows_PD = expand_rows(problem.x_TD, pairs.slots_RK, P)
     dout_PD = expand_rows(problem.grad_TD, pairs.slots_RK, P)
-    of_up = problem.x_TD, pairs.slots_RK, weights_P, w_up, None, offsets_E, "swiglu"
+    of_up = problem.x_TD, pairs.rows_P, weights_P, w_up, None, offsets_E, "swiglu"
     h_PH, a_PF = up(*of_up)
     of_down = problem.grad_TD, problem.x_TD, pairs.slots_RK, weights_P, w_down, offsets_E, h_PH, "swiglu"
     # Operations of the down map; of the two maps before it twice as many.
     one = 2 * P * shape.dim * shape.hidden / 1e12
     works: dict[str, tuple[Callable[[], Any], float]] = {
-        # With the copies of rows that it needs.
         "up": (partial(up, *of_up), 2 * one),
         "down": (partial(down, a_PF, w_down, None, weights_P, offsets_E), one),
         # Two products, two copies of rows and the activation's gradient.

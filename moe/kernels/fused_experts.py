@@ -4,7 +4,6 @@ Pairs are sorted by expert; `offsets[e]` is the end of expert e's pairs.
 
     up           h[p] = W_gate_up[e] x[rows[p]] + b,  a[p] = w[p] * act(h[p]): both maps in one pass over rows read by
                  index, so that received rows are not copied per pair
-    up_expanded  the same of rows that have been copied per pair
     rows         y[p] = W_down[e] a[p], da[p] = W_down[e]^T dout[p], dx[p] = W_gate_up[e]^T dh[p]
     act          w[p] * act(h[p]) in e4m3, where the product before it and after it are in low precision
     act_grad     from da = W_down[e]^T dout[p]:  dh[p] (in e4m3, too, if asked), w[p] * act(h[p]), and <da, act(h[p])>
@@ -174,6 +173,8 @@ def up_kernel(
     )
     row = _rows_of_tile(rows, start, count, m, BLOCK_M)
     for tile in range(first_tile, num_tiles, PROGRAMS):
+        pair = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
+        valid = pair < start + count
         if kept is not None:
             # An arena without room for all may have rows of another layer here.
             row = tl.minimum(row, last_row)
@@ -191,10 +192,26 @@ def up_kernel(
             offsets, tile + PROGRAMS, tile_ends, tiles_n, num_experts, EXPERTS, BLOCK_M, GROUP, first_segment
         )
         row = _rows_of_tile(rows, next_start, next_count, next_m, BLOCK_M)
-        _write_up(
-            both, h, a, weights, bias, expert, start, count, m, n, hidden,
-            HAS_BIAS, CLAMPED, LIMIT, SLOPE, CARD, PARTS, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        gate, up = _split_columns(both, BLOCK_M, 2 * BLOCK_N, 2)
+        weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
+        gates = _split_columns(gate, BLOCK_M, BLOCK_N, PARTS)
+        ups = _split_columns(up, BLOCK_M, BLOCK_N, PARTS)
+        for part in tl.static_range(PARTS):
+            column = n * BLOCK_N + part * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)
+            inside = valid[:, None] & (column < hidden)[None, :]
+            gate_part, up_part = gates[part], ups[part]
+            if HAS_BIAS:
+                base = bias + expert * 2 * hidden + column
+                gate_part += tl.load(base, mask=column < hidden, other=0.0).to(tl.float32)[None, :]
+                up_part += tl.load(base + hidden, mask=column < hidden, other=0.0).to(tl.float32)[None, :]
+            # The activation sees h as it is kept for backward.
+            gate_kept, up_kept = gate_part.to(h.dtype.element_ty), up_part.to(h.dtype.element_ty)
+            at_h = pair.to(tl.int64)[:, None] * (2 * hidden) + column[None, :]
+            tl.store(h + at_h, gate_kept, mask=inside)
+            tl.store(h + at_h + hidden, up_kept, mask=inside)
+            act = _activation(gate_kept.to(tl.float32), up_kept.to(tl.float32), CLAMPED, LIMIT, SLOPE, CARD) * weight
+            at_a = pair.to(tl.int64)[:, None] * hidden + column[None, :]
+            tl.store(a + at_a, act.to(a.dtype.element_ty), mask=inside)
         expert, start, count, m, n = next_expert, next_start, next_count, next_m, next_n
 
 
@@ -206,71 +223,11 @@ def _rows_of_tile(rows, start, count, m, BLOCK_M: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first_segment"])
-def up_expanded_kernel(
-    x_desc, weights, w_desc, bias, offsets, h, a,
-    dim, hidden, num_experts, first_segment,
-    PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
-    LIMIT: tl.constexpr, SLOPE: tl.constexpr, CARD: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """`up_kernel` of rows that stand in the order of pairs, which the copy engine brings."""
-    tile_ends, num_tiles, tiles_n = _schedule(
-        offsets, num_experts, hidden, EXPERTS, BLOCK_M, BLOCK_N, first_segment
-    )  # fmt: skip
-    # Flattened, as rows_kernel is.
-    for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
-        expert, start, count, m, n = _tile(
-            offsets, tile, tile_ends, tiles_n, num_experts, EXPERTS, BLOCK_M, GROUP, first_segment
-        )  # fmt: skip
-        both = tl.zeros([BLOCK_M, 2 * BLOCK_N], dtype=tl.float32)
-        for k in range(0, dim, BLOCK_K):
-            # Rows of the next expert in the last tile are computed and not stored.
-            block = x_desc.load([start + m * BLOCK_M, k])
-            b = w_desc.load([expert * 2, n * BLOCK_N, k]).reshape(2 * BLOCK_N, BLOCK_K)
-            both = tl.dot(block, b.T, both, input_precision=PRECISION)
-        _write_up(
-            both, h, a, weights, bias, expert, start, count, m, n, hidden,
-            HAS_BIAS, CLAMPED, LIMIT, SLOPE, CARD, PARTS, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-
-
-@triton.jit
-def _write_up(
-    both, h, a, weights, bias, expert, start, count, m, n, hidden,
-    HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CARD: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """What becomes of a tile of gate and up: h, and from it the weighted activation."""
-    pair = start + m * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = pair < start + count
-    gate, up = _split_columns(both, BLOCK_M, 2 * BLOCK_N, 2)
-    weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
-    gates = _split_columns(gate, BLOCK_M, BLOCK_N, PARTS)
-    ups = _split_columns(up, BLOCK_M, BLOCK_N, PARTS)
-    for part in tl.static_range(PARTS):
-        column = n * BLOCK_N + part * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)
-        inside = valid[:, None] & (column < hidden)[None, :]
-        gate_part, up_part = gates[part], ups[part]
-        if HAS_BIAS:
-            base = bias + expert * 2 * hidden + column
-            gate_part += tl.load(base, mask=column < hidden, other=0.0).to(tl.float32)[None, :]
-            up_part += tl.load(base + hidden, mask=column < hidden, other=0.0).to(tl.float32)[None, :]
-        # The activation sees h as it is kept for backward.
-        gate_kept, up_kept = gate_part.to(h.dtype.element_ty), up_part.to(h.dtype.element_ty)
-        at_h = pair.to(tl.int64)[:, None] * (2 * hidden) + column[None, :]
-        tl.store(h + at_h, gate_kept, mask=inside)
-        tl.store(h + at_h + hidden, up_kept, mask=inside)
-        act = _activation(gate_kept.to(tl.float32), up_kept.to(tl.float32), CLAMPED, LIMIT, SLOPE, CARD) * weight
-        at_a = pair.to(tl.int64)[:, None] * hidden + column[None, :]
-        tl.store(a + at_a, act.to(a.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["first_segment"])
 def rows_kernel(
     a_desc, b_desc, bias, weights, offsets, out_desc,
     inner, width, num_experts, first_segment,
     PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[p] = B[e] a[p] (+ w[p] * bias[e]); B is (width, inner) or, for gradients, (inner, width)."""
@@ -303,10 +260,8 @@ def rows_kernel(
             total += weight[:, None] * row_of_bias[None, :]
         # What triton.tools.ragged_tma.store_ragged does, which Triton's interpreter refuses.
         beyond, end, row = to_ragged_indices(start, count, m * BLOCK_M)
-        totals = _split_columns(total, BLOCK_M, BLOCK_N, PARTS)
-        for part in tl.static_range(PARTS):
-            block_out = tl.reshape(totals[part].to(out_desc.dtype), [1, 1, BLOCK_M, BLOCK_N // PARTS])
-            out_desc.store([beyond, end, row, n * BLOCK_N + part * (BLOCK_N // PARTS)], block_out)
+        block_out = tl.reshape(total.to(out_desc.dtype), [1, 1, BLOCK_M, BLOCK_N])
+        out_desc.store([beyond, end, row, n * BLOCK_N], block_out)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from moe import fused_launches, tiles
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
 from moe.fused_experts import down_backward, up_grad, weight_grad, weight_grad_and_sums
-from moe.fused_launches import launch_rows, launch_up_expanded
+from moe.fused_launches import launch_rows, launch_up
 from moe.kernels.pair_rows import expand_rows
 from moe.kernels.sort_pairs import sort_pairs
 
@@ -173,7 +173,7 @@ def test_experts_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
     assert wrong.item() == 0
 
 
-@pytest.mark.parametrize("kernel", ["down", "act_grad", "up_expanded"])
+@pytest.mark.parametrize("kernel", ["up", "down", "act_grad"])
 def test_every_candidate_gives_the_same_bits(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They cut a product differently; experts end anywhere, and the last columns are no whole block."""
     generator = torch.Generator("cuda").manual_seed(4)
@@ -188,10 +188,11 @@ def test_every_candidate_gives_the_same_bits(kernel: str, monkeypatch: pytest.Mo
     for tile in tiles.CANDIDATES[kernel]:
         monkeypatch.setattr(tiles, "CANDIDATES", {kernel: (tile,)})
         out, a = (torch.full((P, width), 7.0, device="cuda").bfloat16() for width in (max(D, 2 * F), F))
-        if kernel == "up_expanded":
+        if kernel == "up":
             weights_P = torch.linspace(0, 1, P, device="cuda")
             h_PH = out.view(-1)[: P * 2 * F].view(P, 2 * F)
-            launch_up_expanded(x_PD, weights_P, w_E2FD, None, ends_E, h_PH, a, "swiglu")
+            rows_P = torch.arange(P, dtype=torch.int32, device="cuda").flip(0)
+            launch_up(x_PD, rows_P, weights_P, w_E2FD, None, ends_E, h_PH, a, "swiglu")
         elif kernel == "down":
             launch_rows(kernel, a_PF, w_EDF, ends_E, out.view(-1)[: P * D].view(P, D), False)
         else:
