@@ -23,7 +23,7 @@ weights (two steps are clipped), and whether ranks hold equal copies.
 matrix compares every legal layout of 2, 4, ... nproc processes for three experiments and writes a table. It goes on
 from results=FILE (runs/parity.jsonl) where it was interrupted.
 
-Exit code 0: all layouts are right. 1: some are not. 2: wrong usage. 130: stopped by Ctrl-C.
+Exit code 0: all layouts are right. 1: some are not, or failed to run. 2: wrong usage. 130: stopped by Ctrl-C.
 """
 
 import math
@@ -188,9 +188,17 @@ def run_experiment(words: Words) -> int:
             print(verdict_text(verdicts[-1]), flush=True)
     finally:
         workers.close()
-    wrong, left = sum(not verdict.is_right for verdict in verdicts), len(layouts) - len(verdicts)
-    print(f"{len(verdicts) - wrong} right, {wrong} wrong" + (f", {left} not tried (seconds={seconds})" if left else ""))
-    return 1 if wrong else 0
+    right, failed = (
+        sum(verdict.is_right for verdict in verdicts),
+        sum(verdict.failure is not None for verdict in verdicts),
+    )
+    left = len(layouts) - len(verdicts)
+    print(
+        f"{right} right, {len(verdicts) - right - failed} wrong"
+        + (f", {failed} failed to run" if failed else "")
+        + (f", {left} not tried (seconds={seconds})" if left else "")
+    )
+    return 0 if right == len(verdicts) else 1
 
 
 def telling_first(layouts: "list[Layout]") -> "list[Layout]":

@@ -106,7 +106,7 @@ def test_a_worker_that_dies_is_named_and_the_next_layout_runs(capsys: pytest.Cap
     with patch.object(parity_check, "TRACE", trace_on_one_process_alone):
         assert parity.main(["experiment=qwen3_30b_a3b", "layouts=[dp_shard=2,tp=2]"]) == 1
     out = capsys.readouterr().out
-    assert out.count("FAILED") == 2
+    assert out.count("FAILED") == 2 and out.endswith("0 right, 0 wrong, 2 failed to run\n")
     assert "failed on rank 1:\n        the process died (exit code -9)" in out
 
 
