@@ -9,9 +9,9 @@ Forward keeps the received rows, h (what the activation takes) and indices; the 
 A pair's output is linear in its weighted activation, so the gradient of its routing weight is <da, act(h)>, and y need
 not be kept (the identity is SonicMoE's, arXiv:2512.14080).
 
-Forward reads rows by index. Backward copies dout and the rows once per pair, each for as long as two and one products
-take: there the indices would stand in the innermost loop (450 against 665 TFLOP/s on an H200). Rows are copied, their
-gradients added up, and the activation's gradient formed, beside products (`Lanes`, `launch_down_backward`).
+Forward reads rows by index. Backward copies dout and the rows once per pair and lets them go again: there the indices
+would stand in the innermost loop (450 against 665 TFLOP/s on an H200). Copies of rows, sums of their gradients and the
+activation's gradient run beside products where there is one that does not need them (`Lanes`, `launch_down_backward`).
 
 Shape suffixes: R rows, K slots per row, P pairs sorted by expert, D model dim, F hidden units of one expert, H = 2 F,
 E experts.
@@ -290,7 +290,8 @@ def down_backward(
     dout_PD, rows_PD, a_PF, dh_PH = (h_PH.new_empty(P, width) for width in (D, D, F, 2 * F))
     dots_P, dw_EDF = h_PH.new_empty(P, dtype=torch.float32), h_PH.new_empty(w_EDF.shape)
     given = dout_RD.contiguous(), rows_RD.contiguous(), slots_RK.contiguous(), weights_P, w_EDF, offsets_E, h_PH
-    launch_down_backward(*given, dout_PD, rows_PD, a_PF, dh_PH, dots_P, dw_EDF, activation)
+    made = {"dout_PD": dout_PD, "rows_PD": rows_PD, "a_PF": a_PF, "dh_PH": dh_PH, "dots_P": dots_P, "dw_EDF": dw_EDF}
+    launch_down_backward(*given, activation, **made)
     return dh_PH, dots_P, dw_EDF, dout_PD, rows_PD
 
 

@@ -43,7 +43,7 @@ ACT_ROWS, ACT_COLUMNS, ACT_WARPS = 8, 256, 4
 # that end leave room for more; but not one for every few pairs of all experts, of which a part has only some.
 BESIDE_ROWS, BESIDE_WARPS, BESIDE_PROGRAMS = 2, 1, 64
 # Parts of the experts that take turns with what runs beside products.
-PARTS = 2
+EXPERT_PARTS = 2
 # Numbers that a part's product makes at least: 8 tiles per multiprocessor.
 LEAST_OF_PART = 8 * 132 * 128 * 256
 
@@ -115,7 +115,7 @@ def launch_act_grad(
     rows, warps = (BESIDE_ROWS, BESIDE_WARPS) if beside else (ACT_ROWS, ACT_WARPS)
     programs = triton.cdiv(num_pairs, rows)
     if beside:
-        # How many pairs the experts of a part have, the device alone knows: programs for all would mostly find none.
+        # How many pairs the experts of a part have, the device alone knows: programs for all would find none in part.
         programs = min(programs, BESIDE_PROGRAMS * num_programs(da_PF)[0])
     if num_pairs:
         act_grad_kernel[(programs,)](
@@ -151,13 +151,14 @@ def launch_weight_grad(
 
 def launch_down_backward(
     dout_RD: Tensor, rows_RD: Tensor, slots_RK: Tensor, weights_P: Tensor, w_EDF: Tensor, ends_E: Tensor, h_PH: Tensor,
-    dout_PD: Tensor, rows_PD: Tensor, a_PF: Tensor, dh_PH: Tensor, dots_P: Tensor, dw_EDF: Tensor, activation: str,
+    activation: str, *,
+    dout_PD: Tensor, rows_PD: Tensor, a_PF: Tensor, dh_PH: Tensor, dots_P: Tensor, dw_EDF: Tensor,
 ) -> None:  # fmt: skip
     """What backward has to do with the down map, and the copies of rows that it needs afterwards.
 
     dout[p] is that of p's row, da[p] = W[e]^T dout[p], dh and dots what launch_act_grad makes of it, and then dW. The
     activation's gradient moves six numbers for each of a's and multiplies none. So it is formed by parts of the
-    experts, each beside a product of another:
+    experts, here two, each beside a product of another:
 
         products               da of 0    da of 1    dW of 0    dW of 1
         others     dout of 0      1       act of 0   act of 1   rows[p]
@@ -167,7 +168,7 @@ def launch_down_backward(
     part = E // num_parts
 
     def expand(n: int) -> None:
-        launch_expand(dout_RD, slots_RK, dout_PD, Part(ends_E, n, part) if num_parts > 1 else None)
+        launch_expand(dout_RD, slots_RK, dout_PD, Part(ends_E, n * part, part) if num_parts > 1 else None)
 
     def product(n: int) -> None:
         launch_rows("act_grad", dout_PD, w_EDF[n * part :][:part], ends_E, a_PF, True, chunk=n, num_experts=E)
@@ -193,7 +194,8 @@ def launch_down_backward(
 
 def parts_of(num_experts: int, made: Tensor) -> int:
     """In how many parts experts take turns: in one where the tiles of a part would be too few."""
-    return PARTS if num_experts % PARTS == 0 and made.numel() >= PARTS * LEAST_OF_PART else 1
+    enough = num_experts % EXPERT_PARTS == 0 and made.numel() >= EXPERT_PARTS * LEAST_OF_PART
+    return EXPERT_PARTS if enough else 1
 
 
 # Where a launch on a lane has ended; None without a GPU, where launches are done when they return.

@@ -195,7 +195,8 @@ class MoE(nn.Module):
         every_id_used = self.config.capacity_factor is None and mask_T is None
         num_items = ids_TK.numel() if every_id_used else None
         if every_id_used and self.num_ranks == 1:
-            items_TN = ids_TK.new_full((len(ids_TK), 1), ids_TK.shape[1])
+            # All of them feed this rank: nobody asks how many.
+            items_TN = ids_TK[:, :1]
         else:
             owner_TK = torch.where(ids_TK >= 0, ids_TK // self.experts_per_rank, -1)
             items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(self.num_ranks)], dim=1)

@@ -7,8 +7,7 @@
     python scripts/bench_moe.py --dry-run                              tiny sizes on the CPU
 
 A layer is router, sort, experts and sum (scripts/moe_sides.py), in bf16, compiled; ours as the trainer compiles it.
-Every round runs each side a few times in a row, forward and forward with backward, queued behind a pause in which the
-host gets ahead, as it is in a training step; a time is the median over rounds, `bwd` their difference. TFLOP/s count
+Times are those of a card at work (scripts/moe_times.py), medians over rounds; `bwd` is their difference. TFLOP/s count
 6 T K D F forward and 12 T K D F backward. `ratio` is a side's forward with backward over that of `torch`, `host` the
 milliseconds that the host takes to launch them.
 
@@ -30,8 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +60,9 @@ from scripts.moe_sides import (
     saved_bound,
     step,
 )
+from scripts.moe_times import host_milliseconds, time_sides
 from trainer.garbage import NEVER, collected_together
 
-REPEATS = 8
-# How long a side works before it is timed.
-WARM_SECONDS = 0.5
-# Clock cycles of the device for which the host may run ahead: about 8 milliseconds.
-HEAD_START = 15_000_000
 # Tokens of the comparison with fp32.
 CHECKED_TOKENS = 2048
 # Calls that make the host wait for the device.
@@ -115,7 +109,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", default=",".join(SHAPES), help="default: %(default)s")
     parser.add_argument("--routing", default=",".join(ROUTINGS), help="default: %(default)s")
     parser.add_argument("--sides", default=",".join(SIDES), help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=8, help="an even number; default: %(default)s")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--kernels", action="store_true", help="time our kernels one by one as well")
     parser.add_argument(
@@ -135,8 +129,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if unknown := set(chosen) - set(known):
             parser.error(f"--{option}: {', '.join(sorted(unknown))} is not known; choose from {', '.join(known)}")
         setattr(arguments, option, chosen)
-    if arguments.rounds <= 0:
-        parser.error("--rounds must be positive")
+    if arguments.rounds <= 0 or arguments.rounds % 2:
+        parser.error("--rounds must be even and above 0: sides take turns in both orders")
     if arguments.dry_run and arguments.kernels:
         parser.error("--kernels needs a GPU: leave --dry-run out")
     return arguments
@@ -227,23 +221,6 @@ def measure_sides(sides: dict[str, Side], problem: Problem, rounds: int) -> dict
     return figures
 
 
-def time_sides(sides: dict[str, Side], problem: Problem, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """{name: (forward, forward with backward) in ms of every round}."""
-    leaf, cuda = problem.x_TD.detach().requires_grad_(), problem.x_TD.is_cuda
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        # In alternating order: a card that has just rested or toiled on one side's work favours or burdens the next.
-        for name in list(sides) if number % 2 else reversed(sides):
-            work = partial(step, sides[name], leaf, problem.grad_TD)
-            keep_at_it(work, cuda)
-            both = milliseconds(work, cuda)
-            forward = milliseconds(partial(sides[name].forward, leaf), cuda)
-            # The first round compiles what is left and warms the card up.
-            if number:
-                times[name].append((forward, both))
-    return times
-
-
 def errors_of(sides: dict[str, Side], problem: Problem) -> dict[str, dict[str, float]]:
     """{name: {tensor: error}} on a few tokens."""
     few = first_tokens(problem, CHECKED_TOKENS)
@@ -254,43 +231,6 @@ def errors_of(sides: dict[str, Side], problem: Problem) -> dict[str, dict[str, f
         return {name: relative_errors(results(side, few), exact) for name, side in sides.items()}
     finally:
         torch.compiler.set_stance("default")
-
-
-def milliseconds(work: Callable[[], Any], cuda: bool, repeats: int = REPEATS) -> float:
-    """Time of one call; on a GPU the mean of several, queued behind each other."""
-    if not cuda:
-        start = time.perf_counter()
-        work()
-        return (time.perf_counter() - start) * 1e3
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(HEAD_START)
-    begin.record()
-    for _ in range(repeats):
-        work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / repeats
-
-
-def keep_at_it(work: Callable[[], Any], cuda: bool) -> None:
-    """A side's own work for a while, as in training: the card's power, and so its clock, depend on what it has done."""
-    took = milliseconds(work, cuda, repeats=2)
-    if cuda:
-        for _ in range(round(WARM_SECONDS * 1e3 / took)):
-            work()
-
-
-def host_milliseconds(side: Side, problem: Problem) -> float | None:
-    """How long the host takes for one step, which the device works off later; None without a GPU."""
-    if not problem.x_TD.is_cuda:
-        return None
-    leaf, times = problem.x_TD.detach().requires_grad_(), []
-    for _ in range(REPEATS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step(side, leaf, problem.grad_TD)
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
 
 
 def speeds(shape: Shape, times: list[tuple[float, float]]) -> dict[str, float]:

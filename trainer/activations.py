@@ -228,7 +228,8 @@ def _expert_work(load: Load, mode: str) -> int:
     if load.is_fused:
         # Sums of the pairs' gradients are there, too, before the pairs' gradients are gone; fp32 numbers of each pair.
         sums = load.rows * dim * width + 2 * load.pairs * 4
-        return rows + sums + load.pairs * max(dim + 3 * hidden, 2 * dim + 2 * hidden) * width
+        # Rows and the output's gradient, once per pair; dh and the activation. Its gradient follows that of the output.
+        return rows + sums + load.pairs * (2 * dim + 3 * hidden) * width
     # Each product's gradient replaces what was kept for it.
     return rows + load.pairs * (dim + hidden) * width
 

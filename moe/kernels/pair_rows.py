@@ -36,11 +36,11 @@ NUMBERS = 256
 
 
 class Part(NamedTuple):
-    """Some experts in a row: the n-th `num_experts` of them."""
+    """Some experts in a row."""
 
     # int32; where each expert's pairs end.
     ends_E: Tensor
-    n: int
+    first: int
     num_experts: int
 
 
@@ -63,13 +63,13 @@ def launch_expand(x_RD: Tensor, slots_RK: Tensor, out_PD: Tensor, part: Part | N
     """`expand_rows` into memory that is there, all of it contiguous; always by the kernel.
 
     Args:
-        part: only the pairs of these experts.
+        part: only the pairs of these experts. Each part reads x anew.
     """
     (num_rows, num_slots), width = slots_RK.shape, x_RD.shape[1]
     if out_PD.numel() == 0:
         return
     block = min(triton.next_power_of_2(width), COLUMNS)
-    which = (None, 0, 0) if part is None else (part.ends_E, part.n * part.num_experts, part.num_experts)
+    which = part or (None, 0, 0)
     with torch.cuda.device(x_RD.device) if x_RD.is_cuda else torch.no_grad():
         _expand_kernel[(num_rows * triton.cdiv(width, block),)](
             *(x_RD, slots_RK, out_PD, None, width, None, 0, 0, *which), SLOTS=num_slots, BLOCK=block, KEEPS=False

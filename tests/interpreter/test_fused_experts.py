@@ -35,6 +35,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "CANDIDATES", {kernel: (tile,) for kernel, tile in SMALL.items()})
     # An even number of experts in parts, as large ones on a GPU.
     monkeypatch.setattr(fused_launches, "LEAST_OF_PART", 0)
+    # Few programs, which take several turns.
+    monkeypatch.setattr(fused_launches, "BESIDE_PROGRAMS", 1)
 
 
 def choose(num_rows: int, config: MoEConfig, routing: str) -> Tensor:

@@ -1,5 +1,6 @@
 """The benchmark of MoE layers: sides agree, routing is as asked, and it writes and draws what it found."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch
 from moe.router import route
 from scripts.bench_moe import count_waits, main, parse_arguments, saved_bound, speeds, table
 from scripts.moe_picture import draw_ratios
-from scripts.moe_sides import ROUTINGS, TINY, Shape, choose, config_of, draw_ids, first_tokens, make_problem
+from scripts.moe_sides import ROUTINGS, TINY, Shape, Side, choose, config_of, draw_ids, first_tokens, make_problem
+from scripts.moe_times import time_sides
 
 CPU = torch.device("cpu")
 
@@ -72,6 +74,20 @@ def test_speeds_and_bytes() -> None:
     assert saved_bound(Shape(10, 7, 3, 4, 2)) == 2 * (10 * 7 + 2 * 10 * 2 * 3)
 
 
+def test_sides_take_turns_in_both_orders() -> None:
+    """So that a median over an even number of rounds has as much of either neighbour."""
+    problem, asked = make_problem(TINY, "balanced", CPU), []
+
+    def side(name: str) -> Side:
+        return Side(lambda x_TD: asked.append(name) or x_TD * 2, {}, {})
+
+    times = time_sides({name: side(name) for name in "abc"}, problem, 2)
+    assert [len(times[name]) for name in "abc"] == [2, 2, 2]
+    orders = [name for name, _ in itertools.groupby(asked)]
+    # The first round is not measured; where two rounds meet, the same side works twice.
+    assert orders == list("cbabcba")
+
+
 def test_waits_are_those_of_the_step() -> None:
     events = [("cudaStreamSynchronize", 1.0), ("cudaLaunchKernel", 2.0), ("Memcpy DtoH (Device -> Pageable)", 9.0)]
     assert count_waits([*events, ("cudaDeviceSynchronize", 6.0), ("step", 0.0)], 5.0) == 2
@@ -100,6 +116,9 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(["--shapes", "Qwen3-30B-A3B,Grok"])
     assert "--shapes: Grok is not known; choose from Qwen3-30B-A3B" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(["--rounds", "3"])
+    assert "--rounds must be even" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(["--rounds", "0"])
     with pytest.raises(SystemExit, match="2"):
