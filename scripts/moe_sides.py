@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, silu
 
 from moe.config import LOW_PRECISION, MoEConfig
+from moe.fused_experts import tune
 from moe.layer import MoE
 from moe.recipes import resolve_recipe
 from moe.reference import reference_moe
@@ -201,6 +202,10 @@ def make_layer(backend: str, problem: Problem, compiled: bool) -> MoE:
     if compiled:
         # As the trainer compiles a block that has this layer in it.
         apply_compile(nn.Sequential(layer))
+    if backend == "fused" and problem.x_TD.is_cuda:
+        # As the trainer does, too.
+        T, D, F, E, K = problem.shape
+        tune(T * K, E, D, F, problem.x_TD.device)
     return layer
 
 
