@@ -102,6 +102,13 @@ class NodePlan:
         return self.inside.is_exact
 
 
+def items_by_rank(ids_TK: Tensor, num_ranks: int, ids_per_rank: int) -> Tensor:
+    """(T, N) int64: how many of each token's ids rank n has, the n-th `ids_per_rank` of them; nobody has -1."""
+    # Division rounds down: -1 stays below the first rank.
+    owner_TK = ids_TK // ids_per_rank
+    return (owner_TK[:, :, None] == torch.arange(num_ranks, device=ids_TK.device)).sum(1)
+
+
 @overload
 def plan_dispatch(items_TN: Tensor, group: NodeGroups, num_items: int | None = None) -> NodePlan: ...
 

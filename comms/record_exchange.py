@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comms.all_to_all import items_by_rank
 from comms.kernels.codec import record_bytes
 from comms.kernels.gather_sum import gather_sum
 from comms.kernels.records import make_routes, on_triton, pack_records, unpack_records
@@ -202,8 +203,7 @@ def number_rows(ids_TK: Tensor, num_ranks: int, ids_per_rank: int) -> tuple[Tens
     if on_triton(ids_TK):
         order = order_rows(ids_TK, num_ranks, ids_per_rank)
         return order.index_NT, order.sent_C2N[0]
-    owner_TK = torch.where(ids_TK >= 0, ids_TK // ids_per_rank, -1)
-    items_NT = torch.stack([(owner_TK == rank).sum(1) for rank in range(num_ranks)])
+    items_NT = items_by_rank(ids_TK, num_ranks, ids_per_rank).t()
     goes_NT = items_NT > 0
     index_NT = torch.where(goes_NT, goes_NT.cumsum(1) - 1, -1)
     return index_NT.int(), torch.stack([goes_NT.sum(1), items_NT.sum(1)]).int()

@@ -115,13 +115,12 @@ class _FusedExperts(torch.autograd.Function):
     ) -> Tensor:
         rows_RD = rows_RD.contiguous()
         weights_P = gather_sums(weights_RK.reshape(-1, 1), pairs.order_P)
-        slots_RK, offsets_E = pairs.slots_RK, pairs.offsets_E
-        h_PH, a_PF = up(rows_RD, pairs.rows_P, weights_P, w_gate_up_E2FD, b_gate_up_E2F, offsets_E, activation)
-        y_PD = down(a_PF, w_down_EDF, b_down_ED, weights_P, offsets_E)
+        h_PH, a_PF = up(rows_RD, pairs.rows_P, weights_P, w_gate_up_E2FD, b_gate_up_E2F, pairs.offsets_E, activation)
+        y_PD = down(a_PF, w_down_EDF, b_down_ED, weights_P, pairs.offsets_E)
         weights = w_gate_up_E2FD, w_down_EDF, b_gate_up_E2F, b_down_ED
-        ctx.save_for_backward(rows_RD, weights_P, h_PH, *weights, slots_RK, offsets_E)
+        ctx.save_for_backward(rows_RD, weights_P, h_PH, *weights, pairs.slots_RK, pairs.offsets_E)
         ctx.activation, ctx.weights_dtype = activation, weights_RK.dtype
-        return gather_sum(y_PD, slots_RK)
+        return gather_sum(y_PD, pairs.slots_RK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -168,7 +168,7 @@ def launch_down_backward(
     part = E // num_parts
 
     def expand(n: int) -> None:
-        launch_expand(dout_RD, slots_RK, dout_PD, Part(ends_E, n * part, part) if num_parts > 1 else None)
+        launch_expand(dout_RD, slots_RK, dout_PD, Part(ends_E, n * part, part))
 
     def product(n: int) -> None:
         launch_rows("act_grad", dout_PD, w_EDF[n * part :][:part], ends_E, a_PF, True, chunk=n, num_experts=E)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comms.all_to_all import AS_IT_IS, Plan, combine, dispatch, end_of_recomputation, plan_dispatch
+from comms.all_to_all import AS_IT_IS, Plan, combine, dispatch, end_of_recomputation, items_by_rank, plan_dispatch
 from comms.collectives import gather_dim, gather_over_ranks, reduce_scatter, sum_over_ranks
 from comms.nodes import NodeGroups
 from comms.record_exchange import RecordExchange, plan_records
@@ -192,14 +192,9 @@ class MoE(nn.Module):
             if isinstance(self.exchange, RecordExchange):
                 return plan_records(ids_TK, self.experts_per_rank, self.exchange, self.number, room)
             return plan_exchange(ids_TK, self.experts_per_rank, self.exchange, self.number, room, self.chunks)
+        items_TN = items_by_rank(ids_TK, self.num_ranks, self.experts_per_rank)
         every_id_used = self.config.capacity_factor is None and mask_T is None
         num_items = ids_TK.numel() if every_id_used else None
-        if every_id_used and self.num_ranks == 1:
-            # All of them feed this rank: nobody asks how many.
-            items_TN = ids_TK[:, :1]
-        else:
-            owner_TK = torch.where(ids_TK >= 0, ids_TK // self.experts_per_rank, -1)
-            items_TN = torch.stack([(owner_TK == rank).sum(1) for rank in range(self.num_ranks)], dim=1)
         return plan_dispatch(items_TN, self.nodes or self.ep_group, num_items)
 
     def way_through(self, plan: Plan, x_TD: Tensor) -> Through | None:

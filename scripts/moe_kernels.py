@@ -16,10 +16,9 @@ from moe.fused_experts import down, down_backward, up, up_grad, weight_grad, wei
 from moe.kernels.pair_rows import expand_rows, gather_rows
 from moe.kernels.sort_pairs import sort_pairs
 from scripts.moe_sides import Problem, Shape, draw_ids
+from scripts.moe_times import milliseconds
 
-ROUNDS, REPEATS = 5, 5
-# Clock cycles of the device for which the host may run ahead: one or two milliseconds.
-HEAD_START = 3_000_000
+ROUNDS = 5
 
 
 class Work(NamedTuple):
@@ -37,7 +36,7 @@ def measure_kernels(problem: Problem, routing: str) -> dict[str, dict[str, Any]]
     times: dict[str, list[float]] = {name: [] for name in works}
     for measured in [False] + [True] * ROUNDS:
         for name, work in works.items():
-            ms = _milliseconds(work.run)
+            ms = milliseconds(work.run, cuda=True)
             if measured:
                 times[name].append(ms)
     medians = {name: statistics.median(found) for name, found in times.items()}
@@ -95,15 +94,3 @@ def movement_works(x_RD: Tensor, ids_RK: Tensor, shape: Shape) -> dict[str, Work
         "copy": (y_PD.clone, 2 * y_PD.numel() * y_PD.element_size()),
     }
     return {name: Work(run, amount / 1e9, "GB/s") for name, (run, amount) in works.items()}
-
-
-def _milliseconds(run: Callable[[], Any]) -> float:
-    """Mean of several calls that all wait in the queue: launching the small ones takes longer than they do."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(HEAD_START)
-    begin.record()
-    for _ in range(REPEATS):
-        run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / REPEATS

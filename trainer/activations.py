@@ -228,7 +228,8 @@ def _expert_work(load: Load, mode: str) -> int:
     if load.is_fused:
         # Sums of the pairs' gradients are there, too, before the pairs' gradients are gone; fp32 numbers of each pair.
         sums = load.rows * dim * width + 2 * load.pairs * 4
-        # Rows and the output's gradient, once per pair; dh and the activation. Its gradient follows that of the output.
+        # Rows and the output's gradient, once per pair; dh and the activation. By the time of the rows' gradients
+        # the output's and the activation are gone.
         return rows + sums + load.pairs * (2 * dim + 3 * hidden) * width
     # Each product's gradient replaces what was kept for it.
     return rows + load.pairs * (dim + hidden) * width

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from comms.all_to_all import RECORD_ALIGNMENT, _send_order, combine, dispatch, pack, plan_dispatch, unpack
+from comms.all_to_all import (
+    RECORD_ALIGNMENT,
+    _send_order,
+    combine,
+    dispatch,
+    items_by_rank,
+    pack,
+    plan_dispatch,
+    unpack,
+)
 from comms.kernels.gather_sum import gather_sum_reference
 
 bool_tables = st.integers(1, 5).flatmap(
@@ -101,6 +110,14 @@ def test_packing_keeps_every_bit_of_a_nan() -> None:
     bits = torch.tensor([[0x7FC1, 0x7F80, -1, 0x0001]], dtype=torch.int16)
     (back,) = unpack(pack([bits.view(torch.bfloat16)]), [bits.view(torch.bfloat16)])
     assert torch.equal(back.view(torch.int16), bits)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_items_are_counted_by_rank(num_ranks: int) -> None:
+    ids_TK = torch.randint(-1, 4 * num_ranks, (50, 5), generator=torch.Generator().manual_seed(0))
+    ids_TK[7] = -1
+    counted = [[sum(id >= 0 and id // 4 == n for id in ids) for n in range(num_ranks)] for ids in ids_TK.tolist()]
+    assert items_by_rank(ids_TK, num_ranks, 4).tolist() == counted and not any(counted[7])
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])

@@ -113,11 +113,8 @@ def test_what_touches_the_same_memory_is_in_order(
 ) -> None:
     launch(recorder, monkeypatch, parts)
     names = [name for name, *_ in recorder.launches]
-    assert sorted(names) == sorted(
-        [f"{what} of {n}" for what in ("da", "act", "dW") for n in range(parts)]
-        + (["expand None"] if parts == 1 else [f"expand {n}" for n in range(parts)])
-        + ["expand None"]
-    )
+    of_parts = [f"{what} {n}" for what in ("expand", "da of", "act of", "dW of") for n in range(parts)]
+    assert sorted(names) == sorted([*of_parts, "expand None"])
     assert recorder.conflicts() == []
     # What comes next on the caller's stream comes after all of them.
     assert recorder.main.before == set(range(len(names)))
