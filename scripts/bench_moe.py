@@ -122,8 +122,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, not compiled")
     arguments = parser.parse_args(argv)
-    if arguments.dry_run:
-        arguments.shapes, arguments.rounds, arguments.eager = "tiny", 2, True
     for option, known in (("shapes", [*SHAPES, "tiny"]), ("routing", ROUTINGS), ("sides", SIDES)):
         chosen = getattr(arguments, option).split(",")
         if unknown := set(chosen) - set(known):
@@ -133,6 +131,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--rounds must be even and above 0: sides take turns in both orders")
     if arguments.dry_run and arguments.kernels:
         parser.error("--kernels needs a GPU: leave --dry-run out")
+    if arguments.dry_run:
+        arguments.shapes, arguments.rounds, arguments.eager = ["tiny"], 2, True
     return arguments
 
 

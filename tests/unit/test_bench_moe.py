@@ -117,7 +117,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         parse_arguments(["--shapes", "Qwen3-30B-A3B,Grok"])
     assert "--shapes: Grok is not known; choose from Qwen3-30B-A3B" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        parse_arguments(["--rounds", "3"])
+        parse_arguments(["--dry-run", "--rounds", "3"])
     assert "--rounds must be even" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(["--rounds", "0"])
