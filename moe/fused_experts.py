@@ -37,6 +37,7 @@ from moe.fused_launches import (
     ACT_ROWS,
     Lanes,
     activation_of,
+    empty_coded,
     launch_act_grad,
     launch_down_backward,
     launch_rows,
@@ -203,10 +204,10 @@ def _(dh_PH: Tensor, w_E2FD: Tensor, offsets_E: Tensor) -> Tensor:
 def coded_act(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """w[p] * act(h[p]), rounded to bf16 and then to e4m3 (P, F), and its scales for 1 x 128 (P, ceil(F / 128))."""
     P, F = h_PH.shape[0], h_PH.shape[1] // 2
-    values_PF, scales_PS = _empty_coded(h_PH, F)
+    values_PF, scales_PS = empty_coded(h_PH, F)
     if P:
         act_kernel[(triton.cdiv(P, ACT_ROWS) * triton.cdiv(F, ACT_COLUMNS),)](
-            h_PH, weights_P, offsets_E, values_PF.view(torch.uint8), scales_PS, F, offsets_E.shape[0],
+            h_PH, weights_P, offsets_E, values_PF.view(torch.uint8), scales_PS, F, offsets_E.shape[0], P,
             ROWS=ACT_ROWS, BLOCK=ACT_COLUMNS, CAST=can_cast(h_PH), **activation_of(activation, h_PH),
         )  # fmt: skip
     return values_PF, scales_PS
@@ -214,12 +215,7 @@ def coded_act(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: st
 
 @register_fake(coded_act)
 def _(h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return _empty_coded(h_PH, h_PH.shape[1] // 2)
-
-
-def _empty_coded(like_PX: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    values = like_PX.new_empty(like_PX.shape[0], width, dtype=torch.float8_e4m3fn)
-    return values, like_PX.new_empty(like_PX.shape[0], -(-width // 128), dtype=torch.uint8)
+    return empty_coded(h_PH, h_PH.shape[1] // 2)
 
 
 @operator("experts_act_grad_", mutates_args=("da_PF",))
@@ -242,7 +238,7 @@ def coded_act_grad_(
     da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`act_grad_`; and dh in e4m3 with its scales for 1 x 128. F is a multiple of 128."""
-    values_PH, scales_PS = _empty_coded(h_PH, h_PH.shape[1])
+    values_PH, scales_PS = empty_coded(h_PH, h_PH.shape[1])
     found = _act_grad(da_PF, h_PH, weights_P, offsets_E, activation, (values_PH, scales_PS))
     return *found, values_PH, scales_PS
 
@@ -252,7 +248,7 @@ def _(
     da_PF: Tensor, h_PH: Tensor, weights_P: Tensor, offsets_E: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dots_P = h_PH.new_empty(h_PH.shape[0], dtype=torch.float32)
-    return torch.empty_like(h_PH), dots_P, *_empty_coded(h_PH, h_PH.shape[1])
+    return torch.empty_like(h_PH), dots_P, *empty_coded(h_PH, h_PH.shape[1])
 
 
 def _act_grad(

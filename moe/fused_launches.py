@@ -119,7 +119,7 @@ def launch_act_grad(
         programs = min(programs, BESIDE_PROGRAMS * num_programs(da_PF)[0])
     if num_pairs:
         act_grad_kernel[(programs,)](
-            da_PF, weights_P, ends_S, h_PH, dh_PH, values, scales, dots_P, kept, F, num_experts, chunk * num_experts,
+            da_PF, weights_P, ends_S, h_PH, dh_PH, values, scales, dots_P, kept, F, num_experts, P, chunk * num_experts,
             ROWS=rows, BLOCK=block, CODED=coded is not None, CAST=can_cast(h_PH), **activation_of(activation, h_PH),
             KEEPS=keeps_hidden and kept is not None, num_warps=warps,
         )  # fmt: skip
@@ -262,6 +262,14 @@ def activation_of(name: str, like: Tensor) -> dict[str, Any]:
     """What the kernels know of the activation; Triton's interpreter has none of the card's instructions."""
     on_card = like.is_cuda and like.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") != "1"
     return {"CLAMPED": name == "clamped_swiglu", "LIMIT": CLAMP_LIMIT, "SLOPE": CLAMP_SLOPE, "CARD": on_card}
+
+
+def empty_coded(like_PX: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Room for rows of e4m3 (P, width) and their scales for 1 x 128 (P, ceil(width / 128)), a view: those of a block
+    of columns one behind the other, as a step of a product along K reads them."""
+    P = like_PX.shape[0]
+    values = like_PX.new_empty(P, width, dtype=torch.float8_e4m3fn)
+    return values, like_PX.new_empty(-(-width // 128), P, dtype=torch.uint8).t()
 
 
 def _launch(tensor: Tensor, tile: Tile, spare: int) -> dict[str, Any]:

@@ -4,7 +4,8 @@ What `moe/fused_experts.py` does, with the same things kept for backward, and ea
 operands. Received rows, and the gradients that come for them, are quantized once per row; their bytes are what is
 copied once per pair.
 
-    forward    h = up(q(rows));  a = w act(h);  y = down(q(a));  out[r] = sum of y over the pairs of row r
+    forward    h = up(q(rows)), a = q(w act(h)) (in one kernel where it can be);  y = down(a)
+               out[r] = sum of y over the pairs of row r
     backward   da = down^T(q(dout));  dh, a, dots = act_grad(da, h);  d(routing weight) = dots
                dW_down = dout^T a;  d rows[r] = sum of up^T(q(dh)) over the pairs of r;  dW_gate_up = dh^T rows
 
@@ -62,9 +63,8 @@ class _LowPrecisionExperts(torch.autograd.Function):
         rows_RD, offsets_E = rows_RD.contiguous(), pairs.offsets_E
         weights_P = gather_sums(weights_RK.reshape(-1, 1), pairs.order_P)
         x_PD = _per_pair(recipe.rows(rows_RD), pairs.slots_RK, weights_P.shape[0])
-        h_PH = recipe.multiply_rows(x_PD, recipe.weight(w_gate_up_E2FD.flatten(1, 2)), offsets_E)
-        values_PF, scales_PS = coded_act(h_PH, weights_P, offsets_E, activation)
-        a_PF = Quantized(values_PF, scales_PS, 1, 128)
+        w_EHD = recipe.weight(w_gate_up_E2FD.flatten(1, 2))
+        h_PH, a_PF = _gated(recipe, x_PD, w_EHD, offsets_E, weights_P, activation)
         y_PD = recipe.multiply_rows(a_PF, recipe.weight(w_down_EDF), offsets_E)
         ctx.save_for_backward(rows_RD, weights_P, h_PH, w_gate_up_E2FD, w_down_EDF, pairs.slots_RK, offsets_E)
         ctx.activation, ctx.recipe, ctx.weights_dtype = activation, recipe, weights_RK.dtype
@@ -93,6 +93,17 @@ class _LowPrecisionExperts(torch.autograd.Function):
         dw_gate_up_E2FD = weight_grad(dh_PH, expand_rows(rows_RD, slots_RK, P), offsets_E).view_as(w_gate_up_E2FD)
         d_weights_RK = gather_sums(dots_P[:, None], slots_RK).to(ctx.weights_dtype)
         return d_rows_RD, d_weights_RK, dw_gate_up_E2FD, dw_down_EDF, None, None, None
+
+
+def _gated(
+    recipe: Recipe, x_PD: Quantized, w_EHD: Quantized, offsets_E: Tensor, weights_P: Tensor, activation: str
+) -> tuple[Tensor, Quantized]:
+    """h, and w[p] act(h[p]) in e4m3."""
+    if recipe.multiply_gated is not None and w_EHD.values.shape[1] % 256 == 0:
+        return recipe.multiply_gated(x_PD, w_EHD, offsets_E, weights_P, activation)
+    h_PH = recipe.multiply_rows(x_PD, w_EHD, offsets_E)
+    values_PF, scales_PS = coded_act(h_PH, weights_P, offsets_E, activation)
+    return h_PH, Quantized(values_PF, scales_PS, 1, 128)
 
 
 def _per_pair(x_RD: Quantized, slots_RK: Tensor, num_pairs: int) -> Quantized:

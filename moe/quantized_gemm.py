@@ -14,7 +14,8 @@ block-scaled tensor core forms; only the order of the fp32 sums is another.
 padded to 32, values beside scales in swizzled tiles (moe/quantize.py). It does not refuse other cards but destroys
 their CUDA context, so nothing but `moe.recipes.resolve_recipe` may choose it.
 
-`fp8_rows` multiplies 1 x 128 by 128 x 128 blocks on SM90's fp8 tensor cores (moe/kernels/fp8_gemm.py).
+`fp8_rows` multiplies 1 x 128 by 128 x 128 blocks on SM90's fp8 tensor cores (moe/kernels/fp8_gemm.py), and `fp8_gated`
+forms the experts' activation in the same kernel.
 
 Shape suffixes: P rows sorted by expert, Q places (rows padded for each expert), E experts, O and I out- and
 in-features.
@@ -28,13 +29,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.grouped_gemm import grouped_mm, weight_gradient
-from moe.kernels.fp8_gemm import fp8_rows_gemm
+from moe.kernels.fp8_gemm import fp8_gated_gemm, fp8_rows_gemm
 from moe.kernels.quantize import BLOCK, pad_groups
 from moe.kernels.zero_fill import zero_empty_groups_
 from moe.quantize import Quantized, places_of_rows, swizzle, swizzle_column_groups, swizzle_row_groups
 
 # (first operand, second operand, int32 ends of each expert's rows) -> bf16 result.
 QuantizedGemm = Callable[[Quantized, Quantized, Tensor], Tensor]
+# (rows, weights of gate and up, int32 ends, weight of each row, activation) -> h in bf16, weighted activation.
+GatedGemm = Callable[[Quantized, Quantized, Tensor, Tensor, str], tuple[Tensor, Quantized]]
 
 
 def exact_rows(x_PI: Quantized, weight_EOI: Quantized, offsets_E: Tensor) -> Tensor:
@@ -50,6 +53,15 @@ def exact_columns(dy_OQ: Quantized, x_IQ: Quantized, offsets_E: Tensor) -> Tenso
 def fp8_rows(x_PI: Quantized, weight_EOI: Quantized, offsets_E: Tensor) -> Tensor:
     """`exact_rows` of `fp8_blockwise` operands on fp8 tensor cores, whose sums of 128 products keep fewer bits."""
     return fp8_rows_gemm(x_PI.values, x_PI.scales, weight_EOI.values, weight_EOI.scales, offsets_E)
+
+
+def fp8_gated(
+    x_PI: Quantized, weight_EHI: Quantized, offsets_E: Tensor, weights_P: Tensor, activation: str
+) -> tuple[Tensor, Quantized]:
+    """h = `fp8_rows`, gate first, and w[p] act(h[p]) quantized, both by one kernel. 128 divides the hidden units."""
+    operands = x_PI.values, x_PI.scales, weight_EHI.values, weight_EHI.scales, offsets_E
+    h_PH, values_PF, scales_PS = fp8_gated_gemm(*operands, weights_P, activation)
+    return h_PH, Quantized(values_PF, scales_PS, 1, 128)
 
 
 def native_rows(x_PI: Quantized, weight_EOI: Quantized, offsets_E: Tensor) -> Tensor:

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from moe import quantized_gemm
 from moe.config import LOW_PRECISION
+from moe.kernels import fp8_gemm_sm90
+from moe.kernels.fp8_gemm import ON_CARDS
 from moe.quantize import Quantized, fp8_rows, fp8_squares, fp8_squares_transposed, mxfp8_columns, mxfp8_rows
-from moe.quantized_gemm import QuantizedGemm, exact_columns, exact_rows, native_columns, native_rows
+from moe.quantized_gemm import GatedGemm, QuantizedGemm, exact_columns, exact_rows, native_columns, native_rows
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Recipe:
         multiply_rows: y and dx from the above.
         multiply_columns: dw from operands quantized along each expert's rows; None: a bf16 product of x and dy.
         fused: experts run by moe/low_precision_experts.py, where they have no biases.
+        multiply_gated: the fused experts' first map and their activation in one pass, where 128 divides the hidden
+            units; None: one after the other.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Recipe:
     multiply_rows: QuantizedGemm
     multiply_columns: QuantizedGemm | None = None
     fused: bool = False
+    multiply_gated: GatedGemm | None = None
 
     def __str__(self) -> str:
         gradient = "" if self.multiply_columns else ", weight gradients in bf16"
@@ -88,6 +93,7 @@ def resolve_recipe(name: str, device: torch.device, wgrad: str = "recipe") -> Re
             weight_transposed=fp8_squares_transposed,
             multiply_rows=quantized_gemm.fp8_rows if native else exact_rows,
             fused=native,
+            multiply_gated=quantized_gemm.fp8_gated if native and ON_CARDS is fp8_gemm_sm90 else None,
         )
     if capability not in (None, 9, 10):
         raise _refusal(name, title, "SM100 (B200, GB200), SM90 (H100, H200) and CPUs")

@@ -266,12 +266,13 @@ def rows_kernel(
 
 @triton.jit
 def _store_coded(
-    tile, values, scales, pair, valid, column, part, width, start,
+    tile, values, scales, pair, valid, column, part, width, start, num_pairs,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Numbers of a tile, rounded to bf16, in e4m3 with a scale for each 1 x 128 (comms/kernels/codec.py).
 
-    `column` counts from `start`, a multiple of 128, in rows of `width`; behind `part` columns there are none.
+    `column` counts from `start`, a multiple of 128, in rows of `width`; behind `part` columns there are none. Scales of
+    a block of columns stand one behind the other.
     """
     BLOCKS: tl.constexpr = BLOCK // 128
     inside = valid[:, None] & (column < part)[None, :]
@@ -281,13 +282,13 @@ def _store_coded(
     code = tl.reshape(encode(word, scale[:, :, None], CAST), [ROWS, BLOCK])
     tl.store(values + pair[:, None] * width + start + column[None, :], code, mask=inside)
     block = tl.min(column) // 128 + tl.arange(0, BLOCKS)
-    at = scales + pair[:, None] * tl.cdiv(width, 128) + start // 128 + block[None, :]
+    at = scales + (start // 128 + block[None, :]).to(tl.int64) * num_pairs + pair[:, None]
     tl.store(at, scale.to(tl.uint8), mask=valid[:, None] & (block * 128 < part)[None, :])
 
 
 @triton.jit
 def act_kernel(
-    h, weights, offsets, values, scales, hidden, num_experts,
+    h, weights, offsets, values, scales, hidden, num_experts, num_pairs,
     CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CARD: tl.constexpr, CAST: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -302,12 +303,12 @@ def act_kernel(
     gate = tl.load(h + at_h, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(h + at_h + hidden, mask=inside, other=0.0).to(tl.float32)
     act = _activation(gate, up, CLAMPED, LIMIT, SLOPE, CARD) * weight
-    _store_coded(act, values, scales, pair, valid, column, hidden, hidden, 0, ROWS, BLOCK, CAST)
+    _store_coded(act, values, scales, pair, valid, column, hidden, hidden, 0, num_pairs, ROWS, BLOCK, CAST)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
 def act_grad_kernel(
-    da, weights, offsets, h, dh, values, scales, dots, kept, hidden, num_experts, first_segment,
+    da, weights, offsets, h, dh, values, scales, dots, kept, hidden, num_experts, num_pairs, first_segment,
     CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CARD: tl.constexpr,
     CODED: tl.constexpr, CAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
@@ -342,9 +343,12 @@ def act_grad_kernel(
             tl.store(dh + at_h, (d * d_gate).to(dh.dtype.element_ty), mask=inside)
             tl.store(dh + at_h + hidden, (d * d_up).to(dh.dtype.element_ty), mask=inside)
             if CODED:
-                _store_coded(d * d_gate, values, scales, pair, valid, column, hidden, 2 * hidden, 0, ROWS, BLOCK, CAST)
+                d_gate, d_up, width = d * d_gate, d * d_up, 2 * hidden
                 _store_coded(
-                    d * d_up, values, scales, pair, valid, column, hidden, 2 * hidden, hidden, ROWS, BLOCK, CAST
+                    d_gate, values, scales, pair, valid, column, hidden, width, 0, num_pairs, ROWS, BLOCK, CAST
+                )
+                _store_coded(
+                    d_up, values, scales, pair, valid, column, hidden, width, hidden, num_pairs, ROWS, BLOCK, CAST
                 )
             tl.store(da + at_a, (act * weight).to(da.dtype.element_ty), mask=inside)
         tl.store(dots + pair, tl.sum(dot, 1), mask=valid)
