@@ -40,17 +40,14 @@ class Tile(NamedTuple):
     parts: int = 1
 
 
-# The first of each is the best over all shapes measured on an H200 (docs/LOG.md).
+# The first of each is the best over all shapes measured on an H200. Others were tried on seven shapes, never better by
+# more than two runs of the first differ (docs/LOG.md); each costs a first start two seconds of compiling.
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
-    "up": (
-        Tile(128, 128, 64, 8, 3, group=8, parts=2),
-        Tile(128, 128, 64, 8, 3, group=4, parts=2),
-        Tile(128, 128, 64, 8, 4, group=8, parts=2),
-    ),
-    "down": (Tile(128, 256, 64, 8, 3, group=8), Tile(128, 256, 64, 8, 3, group=4), Tile(128, 128, 64, 4, 3, group=4)),
-    "act_grad": (Tile(128, 256, 64, 8, 3, group=8), Tile(128, 256, 64, 8, 3, group=4)),
-    "up_grad": (Tile(128, 256, 64, 8, 3, group=8), Tile(128, 256, 64, 8, 3, group=4)),
-    "weight_grad": (Tile(128, 256, 32, 8, 5), Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3, group=8)),
+    "up": (Tile(128, 128, 64, 8, 3, group=8, parts=2),),
+    "down": (Tile(128, 256, 64, 8, 3, group=8),),
+    "act_grad": (Tile(128, 256, 64, 8, 3, group=8),),
+    "up_grad": (Tile(128, 256, 64, 8, 3, group=8),),
+    "weight_grad": (Tile(128, 256, 64, 8, 3, group=8), Tile(128, 256, 32, 8, 5)),
 }
 
 # Experts, then the two dims of the product.
@@ -73,15 +70,18 @@ def choose_tiles(
 ) -> dict[tuple[str, Shape], Tile]:
     """Find the tile of each work in the cache, or measure its candidates and put the best there.
 
+    A kernel with one candidate has nothing to choose: it is not launched.
+
     Args:
         works: by kernel and shape.
         device: what tells cards and software apart; a choice is good for one of them.
         milliseconds: measures a call; events on the current GPU unless given.
 
     Returns:
-        the choices, which `tile_for` tells from now on.
+        the choices made, which `tile_for` tells from now on.
     """
     measure = milliseconds or _milliseconds
+    works = {work: launch for work, launch in works.items() if len(CANDIDATES[work[0]]) > 1}
     path = cache_folder() / "tiles.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):

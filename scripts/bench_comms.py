@@ -193,6 +193,7 @@ COLUMNS = {
     "over_vdev": "/ vdev",
     "combine_over_put": "comb/put",
     "over_model": "/ bf16",
+    "combine_over_model": "comb / bf16",
 }
 
 
@@ -260,6 +261,7 @@ def times_of(tokens: Tokens, exchange: Exchange | None, payload: Payload, rounds
     }
     if payload.rows != "model":
         found["dispatch_model"] = slowest(lambda: dispatch(plan, *row), device, rounds)
+        found["combine_model"] = slowest(lambda: combine(plan, rows_RD), device, rounds)
     return found
 
 
@@ -373,12 +375,14 @@ def figures(
     found["dispatch_gb_s"], found["dispatch_effective_gb_s"] = speed("dispatch", wire), speed("dispatch", effective)
     found["combine_gb_s"] = speed("combine", combined)
     found["put_gb_s"], found["nccl_gb_s"] = speed("put", wire), speed("nccl", wire)
-    ours, back, model = times["dispatch"], found["combine_gb_s"], times.get("dispatch_model")
+    ours, back = times["dispatch"], found["combine_gb_s"]
     for other in ("put", "nccl"):
         theirs = times[other]
         found[f"over_{other}"] = None if theirs is None or ours is None else theirs / ours
     found["combine_over_put"] = None if found["put_gb_s"] is None or back is None else back / found["put_gb_s"]
-    found["over_model"] = None if model is None or ours is None else ours / model
+    for name, way in (("over_model", "dispatch"), ("combine_over_model", "combine")):
+        seconds, model = times[way], times.get(f"{way}_model")
+        found[name] = None if model is None or seconds is None else seconds / model
     return found
 
 

@@ -13,7 +13,9 @@ from scripts.bench_vdev import add_vdev
 def test_dry_run_of_a_payload(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run", "--commit", "abc", "--json", "--payload", "mxfp8"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["payload"] == "mxfp8" and all(case["over_model"] > 0 for case in result["cases"])
+    assert result["payload"] == "mxfp8" and all(
+        min(case["over_model"], case["combine_over_model"]) > 0 for case in result["cases"]
+    )
 
 
 @pytest.mark.slow
@@ -45,7 +47,8 @@ def test_figures_count_wire_bytes_and_rows_without_deduplication() -> None:
 
 def test_a_payload_is_compared_with_rows_as_they_are() -> None:
     times = dict.fromkeys(("plan", "dispatch", "combine", "dispatch_put", "dispatch_take", "put", "nccl"), 3e-3)
-    assert figures(Case(64, 8, 0), {**times, "dispatch_model": 6e-3}, 1, 1, 1)["over_model"] == pytest.approx(0.5)
+    found = figures(Case(64, 8, 0), {**times, "dispatch_model": 6e-3, "combine_model": 4e-3}, 1, 1, 1)
+    assert found["over_model"] == pytest.approx(0.5) and found["combine_over_model"] == pytest.approx(0.75)
 
 
 def test_the_column_of_nvshmem_is_filled_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
