@@ -193,7 +193,7 @@ COLUMNS = {
     "over_vdev": "/ vdev",
     "combine_over_put": "comb/put",
     "over_model": "/ bf16",
-    "combine_over_model": "comb / bf16",
+    "combine_over_model": "comb/bf16",
 }
 
 

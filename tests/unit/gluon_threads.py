@@ -1,0 +1,289 @@
+"""Runs a warp-specialised Gluon kernel in Python: every partition of a program is a thread, tensors are torch's.
+
+Gluon has no interpreter. This one knows what moe/kernels/fp8_gemm_sm90.py uses: schedule, ring and sums of a kernel are
+what it checks, and that no partition waits for ever. Layouts and memory models it does not know.
+
+    for number in range(2):
+        run_program(fp8_kernel, number, (Descriptor(rows), scales, ...), {"PROGRAMS": 2, "STAGES": 3, ...})
+
+It is stricter than a card where it can be: a block of shared memory is NaN from the moment that all have freed it.
+"""
+
+import operator
+import threading
+from collections.abc import Callable
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import JITFunction
+
+# A partition that has waited so long will not be woken.
+PATIENCE = 20.0
+
+TORCH = {
+    gl.int1: torch.bool, gl.int16: torch.int16, gl.int32: torch.int32, gl.int64: torch.int64, gl.uint8: torch.uint8,
+    gl.bfloat16: torch.bfloat16, gl.float32: torch.float32, gl.float8e4nv: torch.float8_e4m3fn,
+}  # fmt: skip
+GLUON = {torch_dtype: dtype for dtype, torch_dtype in TORCH.items()}
+
+
+class Value:
+    """A tensor or a scalar of a kernel."""
+
+    def __init__(self, data: Any) -> None:
+        self.data: Tensor = data.data if isinstance(data, Value) else torch.as_tensor(data)
+
+    @property
+    def dtype(self) -> Any:
+        return GLUON[self.data.dtype]
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> "Value":
+        return Value(self.data.view(TORCH[dtype]) if bitcast else self.data.to(TORCH[dtype]))
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __getitem__(self, index: Any) -> "Value":
+        return Value(self.data[index])
+
+
+def _data(value: Any) -> Any:
+    """A Python number stays one: it takes the dtype of what it meets."""
+    return value.data if isinstance(value, Value) else value
+
+
+def _binary(name: str) -> Callable[[Value, Any], Value]:
+    return lambda x, y: Value(getattr(operator, name)(x.data, _data(y)))
+
+
+def _reflected(name: str) -> Callable[[Value, Any], Value]:
+    return lambda x, y: Value(getattr(operator, name)(_data(y), x.data))
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "lshift", "rshift", "and_", "or_", "xor"):
+    setattr(Value, f"__{_name.strip('_')}__", _binary(_name))
+    setattr(Value, f"__r{_name.strip('_')}__", _reflected(_name))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Value, f"__{_name}__", _binary(_name))
+
+
+class Pointer:
+    """Places in a flat tensor."""
+
+    def __init__(self, memory: Tensor, places: Tensor | int = 0) -> None:
+        self.memory, self.places = memory, torch.as_tensor(places)
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.memory, self.places + Value(offset).data)
+
+    def __sub__(self, offset: Any) -> "Pointer":
+        return Pointer(self.memory, self.places - Value(offset).data)
+
+    def load(self, mask: Any = None, other: Any = 0) -> Value:
+        places = self._checked(mask)
+        found = self.memory.flatten()[places]
+        return Value(found if mask is None else torch.where(Value(mask).data, found, torch.tensor(other).to(found)))
+
+    def store(self, value: Value, mask: Any = None) -> None:
+        places, inside = torch.broadcast_tensors(self.places, Value(True if mask is None else mask).data)
+        self._checked(mask)
+        self.memory.view(-1)[places[inside].long()] = value.data.expand(places.shape)[inside].to(self.memory.dtype)
+
+    def _checked(self, mask: Any) -> Tensor:
+        wanted = Value(True if mask is None else mask).data
+        outside = (self.places < 0) | (self.places >= self.memory.numel())
+        assert not (outside & wanted).any(), "outside of the memory"
+        return torch.where(outside, 0, self.places).long()
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes have come."""
+
+    def __init__(self, bell: threading.Condition) -> None:
+        self.bell, self.phase, self.count, self.arrived, self.bytes = bell, 0, 0, 0, 0
+        self.when_over: Callable[[], None] = lambda: None
+
+    def change(self, arrived: int, num_bytes: int) -> None:
+        with self.bell:
+            self.arrived += arrived
+            self.bytes += num_bytes
+            assert self.arrived <= self.count, "more have arrived than were expected"
+            if self.arrived == self.count and self.bytes == 0:
+                self.phase, self.arrived = self.phase + 1, 0
+                self.when_over()
+                self.bell.notify_all()
+
+    def wait(self, parity: Any) -> None:
+        with self.bell:
+            woken = self.bell.wait_for(lambda: self.phase % 2 != int(Value(parity).data), PATIENCE)
+            assert woken, "waits for ever"
+
+
+class Ring:
+    """Shared memory with blocks or barriers along its first dim."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+    def index(self, place: Any) -> Any:
+        return self.parts[int(Value(place).data)]
+
+
+class Block:
+    """A block in shared memory; its numbers are read when a product is waited for."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def permute(self, dims: tuple[int, ...]) -> "Block":
+        return Block(self.data.permute(dims))
+
+
+class Descriptor:
+    """Of a matrix whose rows are contiguous."""
+
+    layout = None
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix, self.dtype = matrix, GLUON[matrix.dtype]
+
+
+def run_program(kernel: Any, number: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """One program of a kernel, all of its partitions; raises what one of them raised."""
+    bell = threading.Condition()
+    rings: list[Ring] = []
+
+    def allocate(dtype: Any, shape: list[Any], layout: Any) -> Ring:
+        size, *block = (int(Value(dim).data) for dim in shape)
+        if dtype == gl.int64:
+            ring = Ring([Barrier(bell) for _ in range(size)])
+        else:
+            ring = Ring([Block(_poison(torch.empty(block, dtype=TORCH[dtype]))) for _ in range(size)])
+        rings.append(ring)
+        return ring
+
+    def specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
+        blocks, free = [ring for ring in rings if isinstance(ring.parts[0], Block)], rings[-1].parts
+        for stage, barrier in enumerate(free):
+            mine = [ring.parts[2 * stage + half].data for ring in blocks for half in (0, 1)]
+            barrier.when_over = lambda mine=mine: [_poison(block) for block in mine] and None
+        raised: list[BaseException] = []
+
+        def work(function: Any, given: tuple[Any, ...]) -> None:
+            try:
+                function(*given)
+            except BaseException as error:
+                raised.append(error)
+
+        threads = [threading.Thread(target=work, args=partition, daemon=True) for partition in partitions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if raised:
+            raise raised[0]
+
+    gluon = _Replaced(gl, program_id=lambda axis: Value(number), allocate_shared_memory=allocate,
+                      warp_specialize=specialize, **_FUNCTIONS)  # fmt: skip
+    replaced = {"gl": gluon, "tl": _Replaced(tl, **_FUNCTIONS), **HOPPER}
+    given = [Pointer(word) if isinstance(word, Tensor) else Value(word) if isinstance(word, int) else word
+             for word in arguments]  # fmt: skip
+    _plain(kernel, replaced, {})(*given, **constants)
+
+
+class _Replaced:
+    """A module with some functions replaced."""
+
+    def __init__(self, module: ModuleType, **functions: Any) -> None:
+        self._module = module
+        self.__dict__.update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _plain(function: Any, replaced: dict[str, Any], done: dict[Any, Any]) -> Any:
+    """The Python function of a kernel's, and of all that it calls, with other modules."""
+    if function not in done:
+        code = function.fn
+        names = dict(code.__globals__)
+        done[function] = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
+        for name, value in list(names.items()):
+            if isinstance(value, JITFunction):
+                names[name] = _plain(value, replaced, done)
+            elif name in replaced:
+                names[name] = replaced[name]
+    return done[function]
+
+
+def _poison(block: Tensor) -> Tensor:
+    return block.fill_(float("nan")) if block.is_floating_point() else block
+
+
+def _zeros(shape: list[int], dtype: Any, layout: Any = None) -> Value:
+    return Value(torch.zeros(shape, dtype=TORCH[dtype]))
+
+
+def _where(condition: Any, x: Any, y: Any) -> Value:
+    return Value(torch.where(Value(condition).data, _data(x), _data(y)))
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "static_range": lambda *bounds: range(*(int(Value(bound).data) for bound in bounds)),
+    "arange": lambda first, end, layout=None: Value(torch.arange(first, end)),
+    "load": Pointer.load,
+    "store": Pointer.store,
+    "zeros": _zeros,
+    "where": _where,
+    "minimum": lambda x, y: Value(torch.minimum(Value(x).data, Value(y).data)),
+    "maximum": lambda x, y: Value(torch.maximum(Value(x).data, Value(y).data)),
+    "cdiv": lambda x, y: (Value(x) + (y - 1)) // y,
+    "max": lambda x, axis: Value(x.data.amax(axis)),
+    "sigmoid": lambda x: Value(torch.sigmoid(x.data)),
+    "convert_layout": lambda x, layout: x,
+    "BlockedLayout": lambda *words: None,
+    "NVMMADistributedLayout": lambda **words: None,
+    "SliceLayout": lambda *words: None,
+}
+
+
+def _copy(desc: Descriptor, corner: list[Any], barrier: Barrier, block: Block) -> None:
+    """Zeros come from outside of the matrix, and count."""
+    row, column = (int(Value(place).data) for place in corner)
+    assert row >= 0 and column >= 0
+    part = desc.matrix[row : row + block.data.shape[0], column : column + block.data.shape[1]]
+    block.data.copy_(torch.zeros_like(block.data))
+    block.data[: part.shape[0], : part.shape[1]] = part
+    barrier.change(0, -block.data.numel() * block.data.element_size())
+
+
+def _product(a: Block, b: Block, total: Value, use_acc: bool, is_async: bool) -> Callable[[], Value]:
+    assert not use_acc and is_async
+    return lambda: Value(a.data.float() @ b.data.float())
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    barrier.count = count
+
+
+HOPPER: dict[str, Any] = {
+    "fence_async_shared": lambda: None,
+    "mbarrier": SimpleNamespace(
+        init=_init,
+        expect=lambda barrier, num_bytes: barrier.change(1, num_bytes),
+        arrive=lambda barrier, count: barrier.change(count, 0),
+        wait=lambda barrier, parity: barrier.wait(parity),
+        MBarrierLayout=lambda: None,
+    ),
+    "tma": SimpleNamespace(async_copy_global_to_shared=_copy),
+    "warpgroup_mma": _product,
+    "warpgroup_mma_wait": lambda outstanding, deps: deps[0](),
+}
