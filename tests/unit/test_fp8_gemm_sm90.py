@@ -90,7 +90,8 @@ def test_gated(ends: list[int], clamped: bool) -> None:
     how = {"CLAMPED": clamped, "LIMIT": CLAMP_LIMIT, "SLOPE": CLAMP_SLOPE}
     run(x, w, ends, h, (weights_P, values, scales), **how)
     assert agrees(h, x, w, ends)
-    act = expert_activation(*h[:known].float().chunk(2, -1), "clamped_swiglu" if clamped else "swiglu")
+    gate, up = h[:known].float().chunk(2, -1)
+    act = expert_activation(gate, up, "clamped_swiglu" if clamped else "swiglu")
     expected = fp8_rows((act * weights_P[:known, None]).bfloat16())
     assert torch.equal(scales[:, :known].t(), expected.scales)
     # Where fp32 is rounded another way, a number of bf16 may differ by a bit, and its code by one.
