@@ -5,15 +5,20 @@ once. What is in the files is found out when they are read.
 from pathlib import Path
 
 from trainer.config import Config
+from trainer.run import is_over
 from trainer.sources import check_paths
 
 
 def check_inputs(config: Config) -> None:
     """Look for the tokenizer and for a file of every path of the sources that this run reads.
 
+    A run that is finished reads none: its start says that, and ends.
+
     Raises:
         FileNotFoundError: nothing is there; names the setting and the path.
     """
+    if is_over(config):
+        return
     if config.data.tokenizer != "train":
         tokenizer_file(Path(config.data.tokenizer).expanduser())
     # An evaluation does not read what the run was trained on.

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config
-from trainer.schema import did_you_mean, is_dict_entry, leaf_type, type_name
+from trainer.schema import did_you_mean, is_dict_entry, is_section, leaf_type, section_text, type_name
 from trainer.validate import validate
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
@@ -211,17 +211,16 @@ def _parse(word: str) -> Override:
         leaf_type(key)
         raise ValueError(f"{word}: settings are never added; write {key}={override.get_value_element_as_str()}")
     if override.is_delete() and (key in GROUPS or not is_dict_entry(key)):
-        raise ValueError(f"{word}: only entries like data.train.NAME can be deleted; set {key} to a value instead")
+        hint = section_text(key) if is_section(key) else f"set {key} to a value instead"
+        raise ValueError(f"{word}: only entries like data.train.NAME can be deleted; {hint}")
     if override.is_sweep_override():
         raise ValueError(f"{word} has several values: a list is written {key}=[a,b]; a sweep needs --multirun")
-    if override.value() == {} and not _is_group(override):
-        raise ValueError(f"{word} changes nothing, entries are merged; delete one with ~{key}.NAME")
     if key.startswith("hydra"):
         raise ValueError(f"{word}: Hydra's own settings cannot be changed; --config-dir DIR adds a search path")
     if _is_group(override):
         _check_option(override)
-    else:
-        leaf_type(key)
+    elif not override.is_delete():
+        _check_kind(override)
     return override
 
 
@@ -231,6 +230,17 @@ def _check_option(override: Override) -> None:
         return
     word = override.input_line
     raise ValueError(f"{word}: {group} takes the name of one file ({', '.join(group_options(group))})")
+
+
+def _check_kind(override: Override) -> None:
+    """A section takes entries, and anything else does not."""
+    word, key, value = override.input_line, override.key_or_group, override.value()
+    if is_section(key) and not isinstance(value, dict):
+        raise ValueError(f"{word}: {section_text(key)}")
+    if is_section(key) and not value:
+        raise ValueError(f"{word} changes nothing, entries are merged; {section_text(key)}")
+    if isinstance(value, dict) and not is_section(key):
+        raise ValueError(f"{word}: must be {type_name(leaf_type(key))}")
 
 
 def _is_group(override: Override) -> bool:
@@ -296,7 +306,7 @@ def _readable_errors() -> Iterator[None]:
 def _missing_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).strip("/").rpartition("/")
     options = sorted(error.options or ())
-    listed = f"; options: {', '.join(options)}" if options else ""
+    listed = f" (options: {', '.join(options)})" if options else ""
     return f"{group}={option}: no such option{did_you_mean(option, options)}{listed}"
 
 
@@ -311,6 +321,8 @@ def _explain(text: str) -> str:
         annotation = leaf_type(key[1].partition("[")[0])
     except ValueError as unknown:
         return f"{place}{unknown}"
+    if is_section(key[1].partition("[")[0]):
+        return f"{place}{section_text(key[1])}"
     if "[" in key[1] and typing.get_origin(annotation) is list:
         annotation = typing.get_args(annotation)[0]
     expected = f"must be {type_name(annotation)}"

@@ -112,12 +112,12 @@ class ParityCheck:
         return pool.run(TRACE, self.model, parallel, options, timeout=TIMEOUT_SECONDS)[0]
 
 
-def trace_on_rank_0(model: ModelConfig, parallel: ParallelConfig, options: dict[str, Any]) -> Trace | None:
-    """The trace, which is equal on every rank, from one of them. Runs in the workers."""
+def train_tiny_model(model: ModelConfig, parallel: ParallelConfig, options: dict[str, Any]) -> Trace | None:
+    """Runs in the workers, whose failures are told under this name; rank 0 returns the trace, equal on every rank."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     trace = trace_layout(model, parallel, device=device, **options)
     return trace if dist.get_rank() == 0 else None
 
 
 # What the workers run.
-TRACE = trace_on_rank_0
+TRACE = train_tiny_model

@@ -164,7 +164,7 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     attempt = (int(status["attempt"]) if status else 0) + (0 if config.train.eval_only else 1)
     if config.train.eval_only and (path / "config.yaml").exists():
         return RunFolder(path, path.name, attempt, finished=False, notice="")
-    if status and status["state"] == "finished" and not any(change.key in ENDS for change in changes):
+    if status and _is_over(status, changes):
         return RunFolder(path, path.name, int(status["attempt"]), finished=True, notice=_finished_text(path, status))
     _refuse_to_mix(config, path)
     make_folder(config)
@@ -174,6 +174,20 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     if not config.train.eval_only:
         write_status(path, "running", attempt=attempt, step=status["step"] if status else None)
     return RunFolder(path, path.name, attempt, finished=False, notice="\n".join(filter(None, notices)))
+
+
+def is_over(config: Config) -> bool:
+    """Whether the run is finished and `config` asks for no more of it, so that a start will say just that."""
+    run_id = resolve_run_id(config)
+    if run_id is None or config.train.eval_only:
+        return False
+    path = Path(config.run.root) / run_id
+    status, stored = read_status(path), path / "config.yaml"
+    return bool(status) and stored.exists() and _is_over(status, changed_settings(load_config(stored), config))
+
+
+def _is_over(status: Mapping[str, Any], changes: Sequence[Change]) -> bool:
+    return status["state"] == "finished" and not any(change.key in ENDS for change in changes)
 
 
 def _refuse_to_evaluate_nothing(config: Config, path: Path) -> None:

@@ -6,6 +6,7 @@ that the user chooses; in lists of keys it is written NAME.
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,8 @@ ABSENT = {
     "parallel.pipeline_parallel_degree": "there is no pipeline axis",
     "train.gradient_accumulation_steps": "accumulation follows from train.global_batch_size and train.micro_batch_size",
 }
+# What somebody may want who gives a section a value.
+INSTEAD = {"data.eval": ", train.eval_every=null evaluates none"}
 
 
 def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:
@@ -67,6 +70,24 @@ def is_dict_entry(key: str) -> bool:
     return bool(section) and typing.get_origin(leaf_type(section)) is dict
 
 
+def is_section(key: str) -> bool:
+    """Whether `key` names no setting but something that has settings or entries below it."""
+    annotation = leaf_type(key)
+    return typing.get_origin(annotation) is dict or dataclasses.is_dataclass(annotation)
+
+
+def section_text(key: str) -> str:
+    """What stands below the section `key`, and how an entry of a dict field goes away."""
+    annotation = leaf_type(key)
+    if typing.get_origin(annotation) is dict:
+        fields = typing.get_type_hints(typing.get_args(annotation)[1])
+        below, removal = f"of entries {key}.NAME, each with {', '.join(fields)}", f"; ~{key}.NAME removes one"
+    else:
+        below = f"with {', '.join(typing.get_type_hints(annotation))}"
+        removal = f"; ~{key} removes it" if is_dict_entry(key) else ""
+    return f"{key} is a section {below}{removal}{INSTEAD.get(key, '')}"
+
+
 def type_name(annotation: Any) -> str:
     """`float or null`, `list of str`: how an annotation reads in a message."""
     if annotation is type(None):
@@ -75,8 +96,6 @@ def type_name(annotation: Any) -> str:
         return " or ".join(type_name(part) for part in typing.get_args(annotation))
     if typing.get_origin(annotation) is list:
         return f"list of {type_name(typing.get_args(annotation)[0])}"
-    if typing.get_origin(annotation) is dict or dataclasses.is_dataclass(annotation):
-        return "section"
     return getattr(annotation, "__name__", str(annotation))
 
 
@@ -90,15 +109,26 @@ def unknown_key(key: str, section: str = "", fields: Iterable[str] = ()) -> str:
 
 
 def _suggestion(key: str, section: str, fields: Iterable[str]) -> str:
-    last = key.rpartition(".")[2]
-    same_name = [known for known in known_keys() if known.rpartition(".")[2] == last]
     rest = key.removeprefix(f"{section}.").partition(".")
     in_section = [".".join(filter(None, (section, name, rest[2]))) for name in nearest(rest[0], fields)]
-    close = same_name or in_section or nearest(key, known_keys())
+    close = _of_the_same_words(key) or in_section or nearest(key, known_keys())
     if close:
         return f"; did you mean {' or '.join(close[:3])}?"
     where = f"settings of {section}" if section else "sections"
     return f"; {where}: {', '.join(fields)}"
+
+
+def _of_the_same_words(key: str) -> list[str]:
+    """Keys that the words of `key` name: `log_every` for logging.every. Of several, those of most words."""
+    section, _, name = key.rpartition(".")
+    words, above = set(name.split("_")), re.split(r"[._]", section)
+    found: dict[int, list[str]] = {}
+    for known in known_keys():
+        own = known.rpartition(".")[2].split("_")
+        is_named = all(word in words or any(part.startswith(word) for part in above) for word in own)
+        if is_named and words.issubset(re.split(r"[._]", known)):
+            found.setdefault(len(own), []).append(known)
+    return found[max(found)] if found else []
 
 
 def _walk(node: Any, prefix: str) -> Iterator[str]:

@@ -260,7 +260,8 @@ class Trainer:
             elif self.step == first:
                 # On a slow machine the first figures may be minutes away.
                 took, every = time.monotonic() - begin, config.train.log_every
-                metrics.say(f"step {first} took {took:.1f} s; figures come every {every} steps")
+                when = f"every {every} steps (train.log_every) and at the end, step {self.total_steps}"
+                metrics.say(f"step {first} took {took:.1f} s; figures come {when}")
             garbage.after_step()
             signal = self.stop.agree(self.checkpointer.failed)
             if signal == FAILED:

@@ -56,13 +56,13 @@ def test_bf16_stays_within_its_bound(capsys: pytest.CaptureFixture[str]) -> None
 
 def trace_with_fault(*args):
     with FAULTS["shared_gradients_not_summed"]():
-        return parity_check.trace_on_rank_0(*args)
+        return parity_check.train_tiny_model(*args)
 
 
 def trace_on_one_process_alone(*args):
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return parity_check.trace_on_rank_0(*args)
+    return parity_check.train_tiny_model(*args)
 
 
 def test_a_wrong_layout_is_reported_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,7 @@ def test_a_mistake_is_told_without_torch(words: list[str], expected: str) -> Non
 def trace_of_no_process_alone(*args):
     if dist.get_world_size() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return parity_check.trace_on_rank_0(*args)
+    return parity_check.train_tiny_model(*args)
 
 
 def test_a_reference_that_dies_is_not_laid_to_the_layout(capsys: pytest.CaptureFixture[str]) -> None:

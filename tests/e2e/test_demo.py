@@ -68,7 +68,8 @@ def test_it_runs_from_the_copy_alone(demo: tuple[Path, str]) -> None:
 
 
 def test_the_first_step_is_told_of_long_before_the_first_figures(demo: tuple[Path, str]) -> None:
-    told = re.search(r"^step 1 took \d+\.\d s; figures come every (\d+) steps$", demo[1], re.MULTILINE)
+    line = rf"^step 1 took \d+\.\d s; figures come every (\d+) steps \(train\.log_every\) and at the end, step {STEPS}$"
+    told = re.search(line, demo[1], re.MULTILINE)
     assert told is not None and int(told[1]) > 1, demo[1]
     assert demo[1].index(told[0]) < demo[1].index(f"step {told[1]}/")
 

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from scripts.convert_hf import main as convert
 from tests.e2e.runs import ROOT, Bench, attempt, contents
 from tests.transformers_models import COMMON, build_reference, byte_tokenizer
 from trainer.checkpoint import load_weights
@@ -104,6 +106,20 @@ def test_a_run_from_an_imported_one_ends_in_the_same_kind_of_folder(place, bench
     done = attempt([*words, f"run.root={bench.folder}/runs", "run.id=second", f"data.cache_dir={bench.folder}/cache"])
     assert done.code == 0, done.err
     assert contents(bench.path("second") / "hf") == contents(place / "my_model")
+
+
+def test_a_dense_run_is_exported_and_upcycled(bench: Bench, tmp_path):
+    """Without experts the trainer makes the model that upcycling begins with: the same logits, fp32, 1e-5."""
+    words = ["model.num_dense_layers=2", "model.attention.qk_norm=head", "train.steps=1", "train.eval_every=null"]
+    done = bench.alone("dense", *words, "checkpoint.export_hf=true")
+    assert done.code == 0, done.err
+    folder = bench.path("dense") / "hf"
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+    with patch("parallel.process_group._device", lambda: torch.device("cpu")):
+        assert convert(["import", f"{folder}", f"{tmp_path}/dense"]) == 0
+        assert convert(["upcycle", f"{folder}", f"{tmp_path}/sparse", "--experts", "4", "--top-k", "2"]) == 0
+    dense, sparse = (our_logits(tmp_path / name, torch.arange(32)[None]) for name in ("dense", "sparse"))
+    assert (sparse - dense).norm() / dense.norm() < 1e-5
 
 
 def test_a_wrong_folder_is_a_mistake(bench: Bench, tmp_path):

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from tests.e2e.runs import STEPS, Attempt, Bench, columns, contents, status
+from trainer.compose import load_config
+from trainer.optim import learning_rate
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,34 @@ def test_max_tokens_ends_the_run_and_its_schedule(bench: Bench) -> None:
     assert (again.code, again.samples) == (0, [])
     assert "run few is finished (step 4" in again.out
     assert contents(bench.path("few")) == before
-    more = bench.alone("few", "train.max_tokens=1500", "train.eval_every=null", "run.allow_changes=[train.max_tokens]")
+    longer = ("train.max_tokens=1500", "run.allow_changes=[train.max_tokens]", "train.log_every=9")
+    more = bench.alone("few", "train.eval_every=null", *longer)
     assert more.code == 0, more.err
     assert (len(more.samples), status(bench.path("few"))["step"]) == (2, 6)
+    assert "figures come every 9 steps (train.log_every) and at the end, step 6\nstep 6/6  loss" in more.out
+
+
+def test_a_finished_run_needs_no_data_to_say_so(bench: Bench, straight: list[Attempt]) -> None:
+    run = bench.copy("straight", "moved-data")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace(f"{bench.folder}/text/*.txt", f"{bench.folder}/gone/*.txt"))
+    before, gone = contents(run), f"data.train.text.paths=[{bench.folder}/gone/*.txt]"
+    again = bench.alone("moved-data", gone)
+    assert (again.code, again.err) == (0, "") and "run moved-data is finished (step 20" in again.out
+    # What asks for more of it needs them, and so does an evaluation its own.
+    more = ("train.steps=21", "run.allow_changes=[train.steps]")
+    evaluation = ("train.eval_only=true", "data.eval.held.paths=[/no/such/place/*.txt]")
+    for asked in (more, evaluation):
+        refused = bench.alone("moved-data", gone, *asked)
+        assert refused.code == 2 and "there is no folder" in refused.err, refused.err
+    assert contents(run) == before
+
+
+def test_a_run_that_is_made_longer_has_the_schedule_of_its_new_length(bench: Bench) -> None:
+    quiet = ("train.eval_every=null", "run.allow_changes=[train.steps]")
+    for steps in (4, 6):
+        assert bench.alone("longer", f"train.steps={steps}", *quiet).code == 0
+    rates = [rate for (rate,) in columns(bench.path("longer"), "train/lr", last=6).values()]
+    optim = load_config(bench.path("longer") / "config.yaml").optim
+    assert rates == [learning_rate(step, optim, 4 if step < 4 else 6) for step in range(6)]
+    assert rates[3] < rates[4] > rates[5]

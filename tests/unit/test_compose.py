@@ -85,6 +85,12 @@ def test_dict_entries_need_no_plus_and_can_be_deleted() -> None:
         ("optim.lrr=1", "optim.lrr is not a setting; did you mean optim.lr?"),
         ("lr=1", "lr is not a setting; did you mean optim.lr?"),
         ("optimm.lr=1", "did you mean optim.lr?"),
+        ("logging.every=1", "logging.every is not a setting; did you mean train.log_every?"),
+        ("eval.every=1", "did you mean train.eval_every?"),
+        ("train.checkpoint_every=1", "did you mean checkpoint.every?"),
+        ("warmup.steps=1", "did you mean optim.warmup_steps?"),
+        ("train.seed=1", "did you mean run.seed?"),
+        ("train.batch_size=1", "did you mean train.micro_batch_size or train.global_batch_size?"),
         ("optim.lr.x=1", "optim.lr is a single value"),
         ("+optim.lr=1", "write optim.lr=1"),
         ("++optim.lr=1", "write optim.lr=1"),
@@ -95,7 +101,7 @@ def test_dict_entries_need_no_plus_and_can_be_deleted() -> None:
         ("data.train.mine.pathz=[a]", "did you mean data.train.mine.paths?"),
         ("parallel.pp=2", "there is no pipeline axis"),
         ("hydra.run.dir=x", "Hydra's own settings cannot be changed"),
-        ("experiment=dmo", "experiment=dmo: no such option; did you mean demo?; options: "),
+        ("experiment=dmo", "experiment=dmo: no such option; did you mean demo? (options: "),
         ("optim=adam", "optim=adam: no such option; did you mean adamw?"),
         ("optim={lr: 2}", "optim takes the name of one file (adamw, sgd)"),
         ("optim=null", "optim takes the name of one file"),
@@ -109,7 +115,14 @@ def test_dict_entries_need_no_plus_and_can_be_deleted() -> None:
         ("optim.betas=[a,b]", "optim.betas[0]=a: must be float"),
         ("optim.betas=0.9", "optim.betas: must be list of float"),
         ("data.cache_dir=${nope.x}", "data.cache_dir: must be str"),
-        ("data.eval={}", "data.eval={} changes nothing, entries are merged; delete one with ~data.eval.NAME"),
+        ("data.eval={}", "data.eval={} changes nothing, entries are merged; data.eval is a section of entries"),
+        ("data.eval=null", "data.eval=null: data.eval is a section of entries data.eval.NAME, each with kind, paths, "),
+        ("data.eval=null", "; ~data.eval.NAME removes one, train.eval_every=null evaluates none"),
+        ("~data.eval", "; ~data.eval.NAME removes one"),
+        ("data.train.stdlib=[a]", "data.train.stdlib is a section with kind, paths, "),
+        ("data.train.stdlib=null", "; ~data.train.stdlib removes it"),
+        ("data.train.stdlib.paths={}", "data.train.stdlib.paths={}: must be list of str"),
+        ("logging.wandb=x", "logging.wandb=x: logging.wandb is a section with mode, project, entity, name, tags"),
     ],
 )
 def test_mistakes_name_the_setting_and_what_is_meant(override: str, expected: str) -> None:
@@ -124,10 +137,12 @@ def test_mistakes_inside_files_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "experiment" / "bad_key.yaml").write_text(header + "optim:\n  lrr: 1.0\n")
     (tmp_path / "experiment" / "bad_type.yaml").write_text(header + "optim:\n  lr: fast\n")
     (tmp_path / "experiment" / "bad_option.yaml").write_text(header + "defaults:\n  - override /optim: adamm\n")
+    (tmp_path / "experiment" / "bad_section.yaml").write_text(header + "data:\n  eval: null\n")
     (tmp_path / "experiment" / "good.yaml").write_text(header + "optim:\n  lr: 0.5\n")
     expected = {
         "bad_key": "experiment/bad_key.yaml: optim.lrr is not a setting; did you mean optim.lr?",
         "bad_type": "experiment/bad_type.yaml: optim.lr=fast: must be float",
+        "bad_section": "experiment/bad_section.yaml: data.eval is a section of entries data.eval.NAME",
         "bad_option": "optim=adamm: no such option; did you mean adamw?",
     }
     for name, message in expected.items():
