@@ -42,6 +42,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from comms.kernels.e4m3 import absolute, encode, scale_byte
 from moe.kernels.fp8_gemm_portable import BLOCK, GROUP, power
 from moe.kernels.fused_experts import _activation
+from moe.kernels.warps_sm90 import next_expert, place_of_tile, tiles_of_expert
 
 # Rows of a warpgroup, and steps along K that are on their way.
 ROWS, STAGES = 64, 4
@@ -124,29 +125,6 @@ def fp8_kernel(
 
 
 @gluon.jit
-def _expert(offsets, expert, tiles_n):
-    """Its first pair, its number of pairs, its number of tiles."""
-    start = gl.load(offsets + expert - 1, mask=expert > 0, other=0)
-    count = gl.load(offsets + expert) - start
-    return start, count, gl.cdiv(count, 128) * tiles_n
-
-
-@gluon.jit
-def _place(tile, count, tiles_n, GROUP: gl.constexpr):
-    """Where an expert's tile is; groups of tiles of rows share weights in L2, as in moe/kernels/fused_experts.py."""
-    first_m = tile // (GROUP * tiles_n) * GROUP
-    group = gl.minimum(gl.cdiv(count, 128) - first_m, GROUP)
-    within = tile % (GROUP * tiles_n)
-    return first_m + within % group, within // group
-
-
-@gluon.jit
-def _next_expert(first, tiles, PROGRAMS: gl.constexpr):
-    """Tiles are dealt out over all experts: the first one of the next expert's, counted from its own first."""
-    return first + gl.cdiv(gl.maximum(tiles - first, 0), PROGRAMS) * PROGRAMS - tiles
-
-
-@gluon.jit
 def _blocks(n, width, GATED: gl.constexpr):
     """The left block of weights of a tile, and how many blocks further the right one is."""
     if GATED:
@@ -166,9 +144,9 @@ def _bring(a_desc, b_desc, ring, offsets, size, how: gl.constexpr, GATED: gl.con
     step = 0
     first = gl.program_id(0)
     for expert in range(num_experts):
-        start, count, tiles = _expert(offsets, expert, tiles_n)
+        start, count, tiles = tiles_of_expert(offsets, expert, tiles_n, 128)
         for tile in range(first, tiles, PROGRAMS):
-            m, n = _place(tile, count, tiles_n, GROUP)
+            m, n = place_of_tile(tile, gl.cdiv(count, 128), tiles_n, GROUP)
             row = start + m * 128
             left_block, further = _blocks(n, width, GATED)
             left = expert * width + left_block * 128
@@ -185,7 +163,7 @@ def _bring(a_desc, b_desc, ring, offsets, size, how: gl.constexpr, GATED: gl.con
                 mbarrier.expect(bar, 128 * 128)
                 tma.async_copy_global_to_shared(b_desc, [right, k * 128], bar, b_blocks.index(2 * stage + 1))
                 step += 1
-        first = _next_expert(first, tiles, PROGRAMS)
+        first = next_expert(first, tiles, PROGRAMS)
 
 
 @gluon.jit
@@ -202,9 +180,9 @@ def _multiply(half: gl.constexpr, ring, summed, size, once, how: gl.constexpr, g
     step = 0
     first = gl.program_id(0)
     for expert in range(num_experts):
-        start, count, tiles = _expert(offsets, expert, tiles_n)
+        start, count, tiles = tiles_of_expert(offsets, expert, tiles_n, 128)
         for tile in range(first, tiles, PROGRAMS):
-            m, n = _place(tile, count, tiles_n, GROUP)
+            m, n = place_of_tile(tile, gl.cdiv(count, 128), tiles_n, GROUP)
             row = start + m * 128 + half * 64
             # Behind the last row of all: rows that are not stored may have any scale.
             at_a = a_scales + gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, mma)), num_rows - 1)
@@ -245,7 +223,7 @@ def _multiply(half: gl.constexpr, ring, summed, size, once, how: gl.constexpr, g
             _store(out, right_total, row, end, right, width)
             if GATED:
                 _store_act(left_total, right_total, weights, act, act_scales, row, end, n, num_rows, width // 2, gated)
-        first = _next_expert(first, tiles, PROGRAMS)
+        first = next_expert(first, tiles, PROGRAMS)
 
 
 @gluon.jit

@@ -1,12 +1,14 @@
 """Runs a warp-specialised Gluon kernel in Python: every partition of a program is a thread, tensors are torch's.
 
-Gluon has no interpreter. This one knows what moe/kernels/fp8_gemm_sm90.py uses: schedule, ring and sums of a kernel are
-what it checks, and that no partition waits for ever. Layouts and memory models it does not know.
+Gluon has no interpreter. This one knows what the kernels in moe/kernels/*_sm90.py use: schedule, ring and sums of a
+kernel are what it checks, and that no partition waits for ever. Layouts and memory models it does not know.
 
     for number in range(2):
         run_program(fp8_kernel, number, (Descriptor(rows), scales, ...), {"PROGRAMS": 2, "STAGES": 3, ...})
 
-It is stricter than a card where it can be: a block of shared memory is NaN from the moment that all have freed it.
+It is stricter than a card where it can be: a block of shared memory is NaN from the moment that all have freed it, and
+a product reads its blocks when it is waited for. Of a kernel's barriers those that tell what has come are allocated
+first, then those that free it, for as many stages as there are of these.
 """
 
 import operator
@@ -109,7 +111,9 @@ class Barrier:
 
     def __init__(self, bell: threading.Condition) -> None:
         self.bell, self.phase, self.count, self.arrived, self.bytes = bell, 0, 0, 0, 0
-        self.when_over: Callable[[], None] = lambda: None
+        # Blocks that came with it, and those that it frees.
+        self.came: set[Block] = set()
+        self.frees: list[Barrier] = []
 
     def change(self, arrived: int, num_bytes: int) -> None:
         with self.bell:
@@ -118,7 +122,8 @@ class Barrier:
             assert self.arrived <= self.count, "more have arrived than were expected"
             if self.arrived == self.count and self.bytes == 0:
                 self.phase, self.arrived = self.phase + 1, 0
-                self.when_over()
+                for block in (block for barrier in self.frees for block in barrier.came):
+                    block.data.fill_(float("nan"))
                 self.bell.notify_all()
 
     def wait(self, parity: Any) -> None:
@@ -138,7 +143,7 @@ class Ring:
 
 
 class Block:
-    """A block in shared memory; its numbers are read when a product is waited for."""
+    """A block in shared memory."""
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
@@ -146,14 +151,49 @@ class Block:
     def permute(self, dims: tuple[int, ...]) -> "Block":
         return Block(self.data.permute(dims))
 
+    def reshape(self, shape: list[int]) -> "Block":
+        return Block(self.data.view(shape))
+
+    def store(self, value: Value) -> None:
+        assert value.data.shape == self.data.shape and value.data.dtype == self.data.dtype
+        self.data.copy_(value.data)
+
+
+class Product:
+    """A product that is on its way, and what it is added to."""
+
+    def __init__(self, a: Block, b: Block, total: Any) -> None:
+        self.a, self.b, self.total = a, b, total
+
+    def ended(self, outstanding: int) -> Any:
+        """What it is when so many products are still on their way."""
+        if isinstance(self.total, Product):
+            self.total = self.total.ended(max(outstanding - 1, 0))
+        return self if outstanding else Value(self.a.data.float() @ self.b.data.float() + _data(self.total))
+
 
 class Descriptor:
-    """Of a matrix whose rows are contiguous."""
+    """Of a tensor; or, ragged, of the rows of a matrix as triton.tools.ragged_tma has it."""
 
     layout = None
 
-    def __init__(self, matrix: Tensor) -> None:
-        self.matrix, self.dtype = matrix, GLUON[matrix.dtype]
+    def __init__(self, tensor: Tensor, ragged: bool = False) -> None:
+        self.tensor, self.ragged, self.dtype = tensor, ragged, GLUON[tensor.dtype]
+
+    def part(self, corner: list[Any], shape: torch.Size) -> tuple[Tensor, tuple[slice, ...]]:
+        """What there is of a block at `corner`, and where it is in the block."""
+        at = [int(Value(place).data) for place in corner]
+        ends = list(self.tensor.shape)
+        inside: list[slice] = []
+        if self.ragged:
+            beyond, end, row, column = at
+            assert shape[:2] == (1, 1) and beyond == 2**30
+            at, shape, inside, ends[0] = [row + end - beyond, column], shape[2:], [slice(0, 1)] * 2, end
+        assert min(at) >= 0
+        sizes = [max(min(size, end - place), 0) for place, size, end in zip(at, shape, ends, strict=True)]
+        there = tuple(slice(place, place + size) for place, size in zip(at, sizes, strict=True))
+        found = self.tensor[there]
+        return found[None, None] if self.ragged else found, (*inside, *(slice(0, size) for size in sizes))
 
 
 def run_program(kernel: Any, number: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -166,15 +206,14 @@ def run_program(kernel: Any, number: int, arguments: tuple[Any, ...], constants:
         if dtype == gl.int64:
             ring = Ring([Barrier(bell) for _ in range(size)])
         else:
-            ring = Ring([Block(_poison(torch.empty(block, dtype=TORCH[dtype]))) for _ in range(size)])
+            ring = Ring([Block(torch.full(block, float("nan")).to(TORCH[dtype])) for _ in range(size)])
         rings.append(ring)
         return ring
 
     def specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
-        blocks, free = [ring for ring in rings if isinstance(ring.parts[0], Block)], rings[-1].parts
-        for stage, barrier in enumerate(free):
-            mine = [ring.parts[2 * stage + half].data for ring in blocks for half in (0, 1)]
-            barrier.when_over = lambda mine=mine: [_poison(block) for block in mine] and None
+        ready, free = (ring.parts for ring in rings if isinstance(ring.parts[0], Barrier))
+        for number, barrier in enumerate(ready):
+            free[number * len(free) // len(ready)].frees.append(barrier)
         raised: list[BaseException] = []
 
         def work(function: Any, given: tuple[Any, ...]) -> None:
@@ -224,10 +263,6 @@ def _plain(function: Any, replaced: dict[str, Any], done: dict[Any, Any]) -> Any
     return done[function]
 
 
-def _poison(block: Tensor) -> Tensor:
-    return block.fill_(float("nan")) if block.is_floating_point() else block
-
-
 def _zeros(shape: list[int], dtype: Any, layout: Any = None) -> Value:
     return Value(torch.zeros(shape, dtype=TORCH[dtype]))
 
@@ -247,6 +282,9 @@ _FUNCTIONS: dict[str, Any] = {
     "maximum": lambda x, y: Value(torch.maximum(Value(x).data, Value(y).data)),
     "cdiv": lambda x, y: (Value(x) + (y - 1)) // y,
     "max": lambda x, axis: Value(x.data.amax(axis)),
+    "reshape": lambda x, shape: Value(x.data.reshape(shape)),
+    "permute": lambda x, dims: Value(x.data.permute(dims)),
+    "split": lambda x: tuple(Value(half) for half in x.data.unbind(-1)),
     "sigmoid": lambda x: Value(torch.sigmoid(x.data)),
     "convert_layout": lambda x, layout: x,
     "BlockedLayout": lambda *words: None,
@@ -256,18 +294,27 @@ _FUNCTIONS: dict[str, Any] = {
 
 
 def _copy(desc: Descriptor, corner: list[Any], barrier: Barrier, block: Block) -> None:
-    """Zeros come from outside of the matrix, and count."""
-    row, column = (int(Value(place).data) for place in corner)
-    assert row >= 0 and column >= 0
-    part = desc.matrix[row : row + block.data.shape[0], column : column + block.data.shape[1]]
+    """Zeros come from outside of the tensor, and count."""
+    found, inside = desc.part(corner, block.data.shape)
     block.data.copy_(torch.zeros_like(block.data))
-    block.data[: part.shape[0], : part.shape[1]] = part
+    block.data[inside] = found
+    barrier.came.add(block)
     barrier.change(0, -block.data.numel() * block.data.element_size())
 
 
-def _product(a: Block, b: Block, total: Value, use_acc: bool, is_async: bool) -> Callable[[], Value]:
-    assert not use_acc and is_async
-    return lambda: Value(a.data.float() @ b.data.float())
+def _copy_out(desc: Descriptor, corner: list[Any], block: Block) -> None:
+    found, inside = desc.part(corner, block.data.shape)
+    found.copy_(block.data[inside])
+
+
+def _product(a: Block, b: Block, total: Any, *, use_acc: bool = True, is_async: bool) -> Product:
+    assert is_async
+    return Product(a, b, total if use_acc else Value(0.0))
+
+
+def _ended(product: Any, outstanding: int) -> Any:
+    # An expert without pairs has a sum without products.
+    return product.ended(outstanding) if isinstance(product, Product) else product
 
 
 def _init(barrier: Barrier, count: int) -> None:
@@ -279,11 +326,13 @@ HOPPER: dict[str, Any] = {
     "mbarrier": SimpleNamespace(
         init=_init,
         expect=lambda barrier, num_bytes: barrier.change(1, num_bytes),
-        arrive=lambda barrier, count: barrier.change(count, 0),
+        arrive=lambda barrier, count, pred=True: barrier.change(count, 0) if Value(pred).data else None,
         wait=lambda barrier, parity: barrier.wait(parity),
         MBarrierLayout=lambda: None,
     ),
-    "tma": SimpleNamespace(async_copy_global_to_shared=_copy),
+    "tma": SimpleNamespace(
+        async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_out, store_wait=lambda pendings: None
+    ),
     "warpgroup_mma": _product,
-    "warpgroup_mma_wait": lambda outstanding, deps: deps[0](),
+    "warpgroup_mma_wait": lambda outstanding, deps: _ended(deps[0], outstanding),
 }

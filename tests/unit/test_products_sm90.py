@@ -1,0 +1,163 @@
+"""The bf16 products for SM90 without a card: what they compute, by threads (gluon_threads.py), and that they compile.
+
+Bound 4e-3 for bf16 results (one rounding is up to 2^-9); a lost step or another expert's row shows as 1e-1.
+"""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.kernels.products_sm90 import STAGES, rows_kernel, swizzled, weight_grad_kernel
+from tests.unit import gluon_threads
+from tests.unit.gluon_compile import MOST_SHARED, compile_kernel
+from tests.unit.gluon_threads import Descriptor, run_program
+
+BOUND = 4e-3
+# Experts without pairs first, last and between; one pair; tiles that end with a warpgroup's rows and within them.
+ENDS = [[0, 1, 1, 64, 193, 400, 400], [256], [0, 0]]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+def poisoned(*shape: int) -> Tensor:
+    return torch.full(shape, float("nan")).bfloat16()
+
+
+def run(kernel: object, given: tuple[object, ...], **how: int) -> None:
+    constants = {"PROGRAMS": 3, "STAGES": 3, "GROUP": 2, **how}
+    for number in range(constants["PROGRAMS"]):
+        run_program(kernel, number, given, constants)
+
+
+def rows(a_PI: Tensor, w_E: Tensor, ends: list[int], transposed: bool, first: int = 0, **how: int) -> Tensor:
+    """The product; `ends` may begin before w's experts, at `first`."""
+    out = poisoned(len(a_PI), w_E.shape[2 if transposed else 1])
+    sizes = a_PI.shape[1], out.shape[1], len(w_E), first
+    operands = Descriptor(a_PI), Descriptor(w_E), torch.tensor(ends, dtype=torch.int32), Descriptor(out, ragged=True)
+    run(rows_kernel, (*operands, *sizes), TRANSPOSED=transposed, **how)
+    return out
+
+
+def check_rows(out: Tensor, a_PI: Tensor, w_E: Tensor, ends: list[int], transposed: bool, first: int = 0) -> None:
+    """Rows of experts are their products, others are as they were."""
+    starts = [0, *ends]
+    written = torch.zeros(len(out), dtype=torch.bool)
+    for expert, weight in enumerate(w_E.double()):
+        part = slice(starts[first + expert], ends[first + expert])
+        exact = a_PI[part].double() @ (weight if transposed else weight.t())
+        assert (out[part].double() - exact).norm() <= BOUND * exact.norm(), expert
+        written[part] = True
+    assert bool(out[~written].isnan().all())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize(("inner", "width"), [(200, 328), (64, 256), (8, 16)])
+def test_rows(ends: list[int], inner: int, width: int, transposed: bool) -> None:
+    a_PI = draw(ends[-1] + 10, inner)
+    # What is behind an expert's pairs may be anything: it goes into no sum that is kept.
+    a_PI[ends[-1] :] = float("nan")
+    w_E = draw(len(ends), *((inner, width) if transposed else (width, inner)))
+    check_rows(rows(a_PI, w_E, ends, transposed), a_PI, w_E, ends, transposed)
+
+
+@pytest.mark.parametrize("how", [{"PROGRAMS": 1}, {"STAGES": 2}, {"STAGES": 4, "GROUP": 1}, {"PROGRAMS": 20}])
+def test_rows_cut_otherwise(how: dict[str, int]) -> None:
+    a_PI, w_E = draw(410, 392), draw(7, 600, 392)
+    check_rows(rows(a_PI, w_E, ENDS[0], False, **how), a_PI, w_E, ENDS[0], False)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_rows_of_some_experts(first: int) -> None:
+    a_PI, w_E = draw(410, 72), draw(3, 264, 72)
+    check_rows(rows(a_PI, w_E, ENDS[0], False, first), a_PI, w_E, ENDS[0], False, first)
+
+
+def weight_grad(left: Tensor, right: Tensor, ends: list[int], chunks: int = 1, first: int = 0, **how: int) -> Tensor:
+    """The gradient of the experts from `first` on, as many as are left, or as a chunk has."""
+    experts = len(ends) // chunks - first
+    out = poisoned(experts, left.shape[1], right.shape[1])
+    operands = Descriptor(left, ragged=True), Descriptor(right, ragged=True), torch.tensor(ends, dtype=torch.int32)
+    sizes = left.shape[1], right.shape[1], experts, first
+    run(weight_grad_kernel, (*operands, Descriptor(out), *sizes), CHUNKS=chunks, **how)
+    return out
+
+
+def check_weight_grad(
+    out: Tensor, left: Tensor, right: Tensor, ends: list[int], chunks: int = 1, first: int = 0
+) -> None:
+    starts = [0, *ends]
+    for expert in range(len(out)):
+        parts = [chunk * len(out) + first + expert for chunk in range(chunks)]
+        pairs = torch.cat([torch.arange(starts[part], ends[part]) for part in parts])
+        exact = left[pairs].double().t() @ right[pairs].double()
+        assert (out[expert].double() - exact).norm() <= BOUND * exact.norm(), expert
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize(("left_width", "right_width"), [(200, 328), (128, 256), (8, 16)])
+def test_weight_grad(ends: list[int], left_width: int, right_width: int) -> None:
+    left, right = draw(ends[-1] + 70, left_width), draw(ends[-1] + 70, right_width)
+    for side in (left, right):
+        side[ends[-1] :] = float("nan")
+    check_weight_grad(weight_grad(left, right, ends), left, right, ends)
+
+
+@pytest.mark.parametrize("how", [{"PROGRAMS": 1}, {"STAGES": 2}, {"STAGES": 4, "GROUP": 1}, {"PROGRAMS": 20}])
+def test_weight_grad_cut_otherwise(how: dict[str, int]) -> None:
+    left, right = draw(400, 392), draw(400, 600)
+    check_weight_grad(weight_grad(left, right, ENDS[0], **how), left, right, ENDS[0])
+
+
+def test_weight_grad_of_some_experts_and_of_chunks() -> None:
+    left, right = draw(400, 72), draw(400, 264)
+    check_weight_grad(weight_grad(left, right, ENDS[0], first=3), left, right, ENDS[0], first=3)
+    ends = [0, 1, 100, 164, 293, 400]
+    check_weight_grad(weight_grad(left, right, ends, chunks=2), left, right, ends, chunks=2)
+
+
+def test_a_ring_that_is_freed_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests above would not say much of the ring."""
+    monkeypatch.setattr(gluon_threads, "PATIENCE", 1.0)
+    wait = gluon_threads.HOPPER["warpgroup_mma_wait"]
+    # Two products on their way where the kernel frees the second last one's blocks.
+    monkeypatch.setitem(
+        gluon_threads.HOPPER, "warpgroup_mma_wait", lambda outstanding, deps: wait(2 * outstanding, deps)
+    )
+    a_PI, w_E = draw(256, 640), draw(1, 256, 640)
+    with pytest.raises(AssertionError):
+        check_rows(rows(a_PI, w_E, [256], False), a_PI, w_E, [256], False)
+
+
+def of_bf16(*block: int) -> str:
+    return f"tensordesc<bf16{list(block)},{swizzled(len(block))}>"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_compile_without_spilling(transposed: bool) -> None:
+    b_block = (1, 64, 256) if transposed else (1, 256, 64)
+    types = {"a_desc": of_bf16(64, 64), "b_desc": of_bf16(*b_block), "out_desc": of_bf16(1, 1, 64, 128)}
+    constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8, "TRANSPOSED": transposed}
+    compiled = compile_kernel(rows_kernel, {**types, "offsets": "*i32"}, constants, ["inner", "width"])
+    check_compiled(compiled)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_weight_gradients_compile_without_spilling(chunks: int) -> None:
+    types = {"left_desc": of_bf16(1, 1, 64, 64), "right_desc": of_bf16(1, 1, 64, 256), "out_desc": of_bf16(1, 64, 128)}
+    constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8, "CHUNKS": chunks}
+    compiled = compile_kernel(
+        weight_grad_kernel, {**types, "offsets": "*i32"}, constants, ["left_width", "right_width"]
+    )
+    check_compiled(compiled, chunks)
+
+
+def check_compiled(compiled: object, loops: int = 1) -> None:
+    assert compiled.shared <= MOST_SHARED and compiled.spilled == 0 and compiled.warps == 12
+    product = r"wgmma\.mma_async\.sync\.aligned\.m64n256k16\.f32\.bf16\.bf16"
+    # Four of a step, in each of two warpgroups.
+    assert len(re.findall(product, compiled.ptx)) == 8 * loops
