@@ -31,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from comms.kernels.e4m3 import can_cast
 from comms.put_and_take import num_processors
+from moe.kernels import products_sm90
 from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_kernel, weight_grad_kernel
 from moe.kernels.pair_rows import Part, launch_expand
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE
@@ -84,6 +85,10 @@ def launch_rows(
     (num_pairs, inner), width, E = a_PI.shape, out_PO.shape[1], w_E.shape[0]
     tile = tile_for(kernel, (num_experts or E, inner, width))
     if num_pairs == 0:
+        return
+    if tile.specialized and bias_EO is None and _on_sm90(a_PI):
+        programs, segment = num_programs(a_PI, spare)[0], chunk * E
+        products_sm90.launch_rows(a_PI, w_E, ends_S, out_PO, transposed, tile.group, programs, segment)
         return
     a_desc = TensorDescriptor.from_tensor(a_PI, [tile.m, tile.k])
     block = [tile.k, tile.n] if transposed else [tile.n, tile.k]
@@ -140,13 +145,17 @@ def launch_weight_grad(
     if left_PM.shape[0] == 0:
         out_EMN.zero_()
         return
+    segment, chunks = (chunk or 0) * E, ends_S.shape[0] // E if chunk is None else 1
+    if tile.specialized and _on_sm90(left_PM):
+        programs = num_programs(left_PM, spare)[0]
+        products_sm90.launch_weight_grad(left_PM, right_PN, ends_S, out_EMN, tile.group, programs, segment, chunks)
+        return
     left_desc = create_ragged_descriptor(left_PM, [tile.k, tile.m])
     right_desc = create_ragged_descriptor(right_PN, [tile.k, tile.n])
     out_desc = TensorDescriptor.from_tensor(out_EMN, [1, tile.m, tile.n])
     weight_grad_kernel[num_programs(left_PM, spare)](
-        left_desc, right_desc, ends_S, out_desc, M, N, E, (chunk or 0) * E,
-        CHUNKS=ends_S.shape[0] // E if chunk is None else 1, **_launch(left_PM, tile, spare),
-    )  # fmt: skip
+        left_desc, right_desc, ends_S, out_desc, M, N, E, segment, CHUNKS=chunks, **_launch(left_PM, tile, spare)
+    )
 
 
 def launch_down_backward(
@@ -256,6 +265,12 @@ def _product_stream(device: torch.device) -> torch.cuda.Stream:
 def num_programs(tensor: Tensor, spare: int = 0) -> tuple[int]:
     """One program per multiprocessor that is not spared; a few under the interpreter."""
     return (max(num_processors(tensor.device) - spare, 1) if tensor.is_cuda else 3,)
+
+
+def _on_sm90(tensor: Tensor) -> bool:
+    """Whether kernels for SM90 can take it: they know bf16, and Triton's interpreter does not know them."""
+    known = tensor.is_cuda and tensor.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") != "1"
+    return known and torch.cuda.get_device_capability(tensor.device)[0] == 9
 
 
 def activation_of(name: str, like: Tensor) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Tile(NamedTuple):
     group: int = 4
     # Parts of the columns, 1 or 2, that an epilogue takes one after the other, to stay within the registers.
     parts: int = 1
+    # On SM90 by warps with one thing to do each (moe/kernels/products_sm90.py), which know one cut: 128 x 256, 64 deep.
+    specialized: bool = False
 
 
 # The first of each is the best over all shapes measured on an H200. Others were tried on seven shapes, never better by

@@ -15,9 +15,10 @@ from moe import fused_launches, tiles
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
 from moe.fused_experts import down_backward, up_grad, weight_grad, weight_grad_and_sums
-from moe.fused_launches import launch_rows, launch_up
+from moe.fused_launches import launch_rows, launch_up, launch_weight_grad
 from moe.kernels.pair_rows import expand_rows
 from moe.kernels.sort_pairs import sort_pairs
+from moe.tiles import Tile
 
 pytestmark = pytest.mark.gpu
 BOUND = 1e-2
@@ -175,30 +176,50 @@ def test_experts_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
     assert wrong.item() == 0
 
 
-@pytest.mark.parametrize("kernel", ["up", "down", "act_grad"])
-def test_every_candidate_gives_the_same_bits(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They cut a product differently; experts end anywhere, and the last columns are no whole block."""
+# Cuts that the kernels know; those of one kernel differ in all that sums do not depend on.
+CUTS = {
+    "up": (Tile(128, 128, 64, 8, 3, group=8, parts=2), Tile(128, 128, 64, 8, 4, group=4, parts=2)),
+    "down": (Tile(128, 256, 64, 8, 3, group=8), Tile(128, 128, 64, 4, 3), Tile(128, 256, 64, 8, 3, specialized=True)),
+    "act_grad": (Tile(128, 256, 64, 8, 3, group=8), Tile(128, 256, 64, 8, 3, group=2, specialized=True)),
+    "weight_grad": (Tile(128, 256, 64, 8, 3, group=8), Tile(128, 256, 64, 8, 3, specialized=True)),
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 0, 1])
+@pytest.mark.parametrize("kernel", CUTS)
+def test_every_cut_gives_the_same_bits(kernel: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts end anywhere, the last columns are no whole block, and what is behind the pairs may be anything.
+
+    Of two chunks of three experts each, one or, without a chunk, all six experts' pairs or both chunks' sums.
+    """
     generator = torch.Generator("cuda").manual_seed(4)
-    P, E, D, F = 3000, 5, 520, 392
+    P, E, D, F = 3000, 3, 520, 392
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device="cuda").bfloat16()
 
-    ends_E = torch.tensor([700, 700, 701, 1900, 2950], dtype=torch.int32, device="cuda")
-    x_PD, a_PF, w_EDF, w_E2FD = draw(P, D), draw(P, F), draw(E, D, F), draw(E, 2, F, D)
+    ends_S = torch.tensor([700, 700, 701, 1900, 1901, 2950], dtype=torch.int32, device="cuda")
+    whole = chunk is None and kernel != "weight_grad"
+    x_PD, a_PF, w_EDF, w_E2FD = draw(P, D), draw(P, F), draw(2 * E, D, F), draw(2 * E, 2, F, D)
+    for rows in (x_PD, a_PF):
+        rows[2950:] = float("nan")
+    w_EDF, w_E2FD = (w if whole else w[:E] for w in (w_EDF, w_E2FD))
     found = []
-    for tile in tiles.CANDIDATES[kernel]:
+    for tile in CUTS[kernel]:
         monkeypatch.setattr(tiles, "CANDIDATES", {kernel: (tile,)})
-        out, a = (torch.full((P, width), 7.0, device="cuda").bfloat16() for width in (max(D, 2 * F), F))
+        shapes = (P, 2 * F), (P, D), (P, F), (E, D, F)
+        h_PH, y_PD, a, dw = (torch.full(shape, 7.0, device="cuda").bfloat16() for shape in shapes)
         if kernel == "up":
             weights_P = torch.linspace(0, 1, P, device="cuda")
-            h_PH = out.view(-1)[: P * 2 * F].view(P, 2 * F)
-            rows_P = torch.arange(P, dtype=torch.int32, device="cuda").flip(0)
-            launch_up(x_PD, rows_P, weights_P, w_E2FD, None, ends_E, h_PH, a, "swiglu")
+            rows_P = torch.arange(P, dtype=torch.int32, device="cuda")
+            launch_up(x_PD, rows_P, weights_P, w_E2FD, None, ends_S, h_PH, a, "swiglu", chunk or 0)
         elif kernel == "down":
-            launch_rows(kernel, a_PF, w_EDF, ends_E, out.view(-1)[: P * D].view(P, D), False)
+            launch_rows(kernel, a_PF, w_EDF, ends_S, y_PD, False, chunk=chunk or 0)
+        elif kernel == "act_grad":
+            launch_rows(kernel, x_PD, w_EDF, ends_S, a, True, chunk=chunk or 0)
         else:
-            launch_rows(kernel, x_PD, w_EDF, ends_E, out.view(-1)[: P * F].view(P, F), True)
-        found.append((out, a))
-    assert len(found) > 1 and found[0][0].isfinite().all()
+            launch_weight_grad(x_PD, a_PF, ends_S, dw, chunk=chunk)
+        found.append((h_PH, y_PD, a, dw))
+    assert all(made.isfinite().all() for made in found[0])
+    assert any((made != 7).any() for made in found[0])
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))

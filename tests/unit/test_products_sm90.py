@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe.kernels.products_sm90 import STAGES, rows_kernel, swizzled, weight_grad_kernel
 from tests.unit import gluon_threads
-from tests.unit.gluon_compile import MOST_SHARED, compile_kernel
+from tests.unit.gluon_compile import MOST_SHARED, Compiled, compile_kernel
 from tests.unit.gluon_threads import Descriptor, run_program
 
 BOUND = 4e-3
@@ -156,7 +156,7 @@ def test_weight_gradients_compile_without_spilling(chunks: int) -> None:
     check_compiled(compiled, chunks)
 
 
-def check_compiled(compiled: object, loops: int = 1) -> None:
+def check_compiled(compiled: Compiled, loops: int = 1) -> None:
     assert compiled.shared <= MOST_SHARED and compiled.spilled == 0 and compiled.warps == 12
     product = r"wgmma\.mma_async\.sync\.aligned\.m64n256k16\.f32\.bf16\.bf16"
     # Four of a step, in each of two warpgroups.
