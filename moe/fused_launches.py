@@ -63,6 +63,11 @@ def launch_up(
     tile = tile_for("up", (E, D, F))
     if rows_P.shape[0] == 0:
         return
+    if tile.specialized and kept is None and D % products_sm90.DEPTH == 0 and _on_sm90(rows_RD):
+        made, programs = (h_PH, a_PF, activation_of(activation, rows_RD)), num_programs(rows_RD, spare)[0]
+        given = rows_RD, rows_P, weights_P, w_E2FD, b_E2F, ends_S
+        products_sm90.launch_up(*given, *made, tile.group, programs, chunk * E)
+        return
     w_desc = TensorDescriptor.from_tensor(w_E2FD.view(E * 2, F, D), [2, tile.n, tile.k])
     up_kernel[num_programs(rows_RD, spare)](
         rows_RD, rows_P, weights_P, w_desc, b_E2F, ends_S, h_PH, a_PF, kept, D, F, E, chunk * E,

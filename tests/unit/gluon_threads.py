@@ -148,6 +148,10 @@ class Block:
     def __init__(self, data: Tensor) -> None:
         self.data = data
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
     def permute(self, dims: tuple[int, ...]) -> "Block":
         return Block(self.data.permute(dims))
 
@@ -173,7 +177,7 @@ class Product:
 
 
 class Descriptor:
-    """Of a tensor; or, ragged, of the rows of a matrix as triton.tools.ragged_tma has it."""
+    """Of a tensor; or, ragged, of its first dim's parts as triton.tools.ragged_tma has it."""
 
     layout = None
 
@@ -186,9 +190,9 @@ class Descriptor:
         ends = list(self.tensor.shape)
         inside: list[slice] = []
         if self.ragged:
-            beyond, end, row, column = at
+            beyond, end, row, *others = at
             assert shape[:2] == (1, 1) and beyond == 2**30
-            at, shape, inside, ends[0] = [row + end - beyond, column], shape[2:], [slice(0, 1)] * 2, end
+            at, shape, inside, ends[0] = [row + end - beyond, *others], shape[2:], [slice(0, 1)] * 2, end
         assert min(at) >= 0
         sizes = [max(min(size, end - place), 0) for place, size, end in zip(at, shape, ends, strict=True)]
         there = tuple(slice(place, place + size) for place, size in zip(at, sizes, strict=True))
@@ -211,7 +215,7 @@ def run_program(kernel: Any, number: int, arguments: tuple[Any, ...], constants:
         return ring
 
     def specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
-        ready, free = (ring.parts for ring in rings if isinstance(ring.parts[0], Barrier))
+        ready, free, *_ = (ring.parts for ring in rings if isinstance(ring.parts[0], Barrier))
         for number, barrier in enumerate(ready):
             free[number * len(free) // len(ready)].frees.append(barrier)
         raised: list[BaseException] = []
@@ -307,6 +311,23 @@ def _copy_out(desc: Descriptor, corner: list[Any], block: Block) -> None:
     found.copy_(block.data[inside])
 
 
+class _Copies:
+    """Copies by the threads of a partition, here one thread: they happen when their barrier hears of them."""
+
+    def __init__(self) -> None:
+        self.pending = threading.local()
+
+    def async_copy_global_to_shared(self, block: Block, pointer: Pointer) -> None:
+        self.pending.__dict__.setdefault("copies", []).append((block, pointer))
+
+    def mbarrier_arrive(self, barrier: Barrier, increment_count: bool) -> None:
+        assert not increment_count
+        for block, pointer in self.pending.__dict__.pop("copies"):
+            block.data.copy_(pointer.load().data)
+            barrier.came.add(block)
+        barrier.change(128, 0)
+
+
 def _product(a: Block, b: Block, total: Any, *, use_acc: bool = True, is_async: bool) -> Product:
     assert is_async
     return Product(a, b, total if use_acc else Value(0.0))
@@ -330,6 +351,7 @@ HOPPER: dict[str, Any] = {
         wait=lambda barrier, parity: barrier.wait(parity),
         MBarrierLayout=lambda: None,
     ),
+    "async_copy": _Copies(),
     "tma": SimpleNamespace(
         async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_out, store_wait=lambda pendings: None
     ),

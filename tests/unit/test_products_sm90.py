@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.kernels.products_sm90 import STAGES, rows_kernel, swizzled, weight_grad_kernel
+from moe.kernels.products_sm90 import LAG, STAGES, rows_kernel, swizzled, up_kernel, weight_grad_kernel
+from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE, expert_activation
 from tests.unit import gluon_threads
 from tests.unit.gluon_compile import MOST_SHARED, Compiled, compile_kernel
 from tests.unit.gluon_threads import Descriptor, run_program
@@ -17,6 +18,7 @@ from tests.unit.gluon_threads import Descriptor, run_program
 BOUND = 4e-3
 # Experts without pairs first, last and between; one pair; tiles that end with a warpgroup's rows and within them.
 ENDS = [[0, 1, 1, 64, 193, 400, 400], [256], [0, 0]]
+CUTS = [{"PROGRAMS": 1, "LAG": 0}, {"STAGES": 3, "LAG": 2}, {"STAGES": 4, "GROUP": 1}, {"PROGRAMS": 20}]
 
 
 def draw(*shape: int) -> Tensor:
@@ -28,7 +30,7 @@ def poisoned(*shape: int) -> Tensor:
 
 
 def run(kernel: object, given: tuple[object, ...], **how: int) -> None:
-    constants = {"PROGRAMS": 3, "STAGES": 3, "GROUP": 2, **how}
+    constants = {"PROGRAMS": 3, "STAGES": 3, "GROUP": 2, "LAG": LAG, **how}
     for number in range(constants["PROGRAMS"]):
         run_program(kernel, number, given, constants)
 
@@ -65,7 +67,7 @@ def test_rows(ends: list[int], inner: int, width: int, transposed: bool) -> None
     check_rows(rows(a_PI, w_E, ends, transposed), a_PI, w_E, ends, transposed)
 
 
-@pytest.mark.parametrize("how", [{"PROGRAMS": 1}, {"STAGES": 2}, {"STAGES": 4, "GROUP": 1}, {"PROGRAMS": 20}])
+@pytest.mark.parametrize("how", CUTS)
 def test_rows_cut_otherwise(how: dict[str, int]) -> None:
     a_PI, w_E = draw(410, 392), draw(7, 600, 392)
     check_rows(rows(a_PI, w_E, ENDS[0], False, **how), a_PI, w_E, ENDS[0], False)
@@ -75,6 +77,52 @@ def test_rows_cut_otherwise(how: dict[str, int]) -> None:
 def test_rows_of_some_experts(first: int) -> None:
     a_PI, w_E = draw(410, 72), draw(3, 264, 72)
     check_rows(rows(a_PI, w_E, ENDS[0], False, first), a_PI, w_E, ENDS[0], False, first)
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize(("dim", "hidden"), [(192, 200), (64, 128)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_up(ends: list[int], dim: int, hidden: int, biased: bool) -> None:
+    """Biased and clamped, or neither."""
+    check_up(ends, dim, hidden, biased)
+
+
+@pytest.mark.parametrize("how", CUTS)
+def test_up_cut_otherwise(how: dict[str, int]) -> None:
+    check_up(ENDS[0], 320, 300, False, **how)
+
+
+def test_up_of_some_experts() -> None:
+    check_up(ENDS[0], 128, 72, False, first=3)
+
+
+def check_up(ends: list[int], dim: int, hidden: int, biased: bool, first: int = 0, **how: int) -> None:
+    """h and the activation of the experts from `first` on; rows are found by index."""
+    pairs, experts, starts = ends[-1] + 10, len(ends) - first, [0, *ends]
+    x_RD, w_E2FD = draw(57, dim), draw(experts, 2, hidden, dim)
+    b_E2F = draw(experts, 2, hidden) if biased else None
+    generator = torch.Generator().manual_seed(2)
+    rows_P = torch.randint(57, (pairs,), generator=generator, dtype=torch.int32)
+    weights_P = torch.rand(pairs, generator=generator)
+    # What is behind the last pair may be anything.
+    rows_P[ends[-1] :], weights_P[ends[-1] :] = 10**9, float("nan")
+    h_PH, a_PF = poisoned(pairs, 2 * hidden), poisoned(pairs, hidden)
+    descriptors = Descriptor(h_PH.view(pairs, 2, hidden), ragged=True), Descriptor(a_PF, ragged=True)
+    weights = Descriptor(w_E2FD.flatten(0, 1)), b_E2F, torch.tensor(ends, dtype=torch.int32)
+    sizes = dim, hidden, experts, first
+    constants = {"HAS_BIAS": biased, "CLAMPED": biased, "LIMIT": CLAMP_LIMIT, "SLOPE": CLAMP_SLOPE, "CARD": False}
+    run(up_kernel, (x_RD, rows_P, weights_P, *weights, *descriptors, *sizes), **constants, **how)
+    written = torch.zeros(pairs, dtype=torch.bool)
+    for expert in range(experts):
+        part = slice(starts[first + expert], ends[first + expert])
+        exact = x_RD[rows_P[part].long()].double() @ w_E2FD[expert].flatten(0, 1).double().t()
+        exact += 0 if b_E2F is None else b_E2F[expert].flatten().double()
+        assert (h_PH[part].double() - exact).norm() <= BOUND * exact.norm(), expert
+        gate, up = h_PH[part].float().chunk(2, -1)
+        act = expert_activation(gate, up, "clamped_swiglu" if biased else "swiglu") * weights_P[part, None]
+        assert (a_PF[part].float() - act).norm() <= BOUND * act.norm(), expert
+        written[part] = True
+    assert bool(h_PH[~written].isnan().all()) and bool(a_PF[~written].isnan().all())
 
 
 def weight_grad(left: Tensor, right: Tensor, ends: list[int], chunks: int = 1, first: int = 0, **how: int) -> Tensor:
@@ -107,7 +155,7 @@ def test_weight_grad(ends: list[int], left_width: int, right_width: int) -> None
     check_weight_grad(weight_grad(left, right, ends), left, right, ends)
 
 
-@pytest.mark.parametrize("how", [{"PROGRAMS": 1}, {"STAGES": 2}, {"STAGES": 4, "GROUP": 1}, {"PROGRAMS": 20}])
+@pytest.mark.parametrize("how", CUTS)
 def test_weight_grad_cut_otherwise(how: dict[str, int]) -> None:
     left, right = draw(400, 392), draw(400, 600)
     check_weight_grad(weight_grad(left, right, ENDS[0], **how), left, right, ENDS[0])
@@ -141,15 +189,28 @@ def of_bf16(*block: int) -> str:
 def test_rows_compile_without_spilling(transposed: bool) -> None:
     b_block = (1, 64, 256) if transposed else (1, 256, 64)
     types = {"a_desc": of_bf16(64, 64), "b_desc": of_bf16(*b_block), "out_desc": of_bf16(1, 1, 64, 128)}
-    constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8, "TRANSPOSED": transposed}
+    constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8, "LAG": LAG, "TRANSPOSED": transposed}
     compiled = compile_kernel(rows_kernel, {**types, "offsets": "*i32"}, constants, ["inner", "width"])
     check_compiled(compiled)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_up_compiles_without_spilling(biased: bool) -> None:
+    types = {"x": "*bf16", "rows": "*i32", "weights": "*fp32", "bias": "*bf16", "offsets": "*i32"}
+    types |= {"w_desc": of_bf16(2, 128, 64), "h_desc": of_bf16(1, 1, 64, 1, 128), "a_desc": of_bf16(1, 1, 64, 128)}
+    constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8, "LAG": LAG, "HAS_BIAS": biased, "CLAMPED": biased}
+    constants |= {"LIMIT": CLAMP_LIMIT, "SLOPE": CLAMP_SLOPE, "CARD": True}
+    constants |= {} if biased else {"bias": None}
+    compiled = compile_kernel(up_kernel, types, constants, ["x", "dim", "hidden"])
+    check_compiled(compiled)
+    # Rows come 16 bytes at a time.
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global .*0x10", compiled.ptx)) == 8
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_weight_gradients_compile_without_spilling(chunks: int) -> None:
     types = {"left_desc": of_bf16(1, 1, 64, 64), "right_desc": of_bf16(1, 1, 64, 256), "out_desc": of_bf16(1, 64, 128)}
-    constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8, "CHUNKS": chunks}
+    constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8, "LAG": LAG, "CHUNKS": chunks}
     compiled = compile_kernel(
         weight_grad_kernel, {**types, "offsets": "*i32"}, constants, ["left_width", "right_width"]
     )
