@@ -130,16 +130,29 @@ def trace_all(world_size: int, layouts: tuple[Layout, ...], folder: Path) -> dic
     return {layout.name: torch.load(folder / f"{layout.name}.pt", weights_only=False) for layout in layouts}
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    """Traces of one process, by name."""
-    return trace_all(1, ONE, tmp_path_factory.mktemp("one"))
+def asked(request: pytest.FixtureRequest) -> set[str]:
+    """Names that this module's tests of this session have: tracing all takes minutes, and -k may have chosen few."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    return {str(item.callspec.params["name"]) for item in items if hasattr(item, "callspec")}
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+    """Traces of one process, by name: those that tests of any layout compare with, and what the asked for need."""
+    names = asked(request)
+
+    def is_needed(kind: str) -> bool:
+        return kind not in ("compiled", "routed") or any(name.endswith(kind) for name in names)
+
+    layouts = tuple(layout for layout in ONE if is_needed(layout.name.rpartition("_")[2]))
+    return trace_all(1, layouts, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     """Traces of two processes, by name."""
-    return trace_all(2, TWO, tmp_path_factory.mktemp("two"))
+    layouts = tuple(layout for layout in TWO if layout.name in asked(request))
+    return trace_all(2, layouts, tmp_path_factory.mktemp("two"))
 
 
 def assert_close(trace: Trace, reference: Trace, bound: float, *, same_counts: bool = True) -> None:
