@@ -63,7 +63,7 @@ def launch_up(
     tile = tile_for("up", (E, D, F))
     if rows_P.shape[0] == 0:
         return
-    if tile.specialized and kept is None and D % products_sm90.DEPTH == 0 and _on_sm90(rows_RD):
+    if tile.specialized and kept is None and D % products_sm90.DEPTH == 0 and F % 8 == 0 and _on_sm90(rows_RD):
         made, programs = (h_PH, a_PF, activation_of(activation, rows_RD)), num_programs(rows_RD, spare)[0]
         given = rows_RD, rows_P, weights_P, w_E2FD, b_E2F, ends_S
         products_sm90.launch_up(*given, *made, tile.group, programs, chunk * E)
@@ -220,8 +220,8 @@ class Lanes:
     """Two streams for the time of a `with`: what copies rows takes memory's time while products take the tensor cores'.
 
     A product's one program per multiprocessor leaves a third of the registers, and what copies needs no shared memory:
-    both find room. Launches must not allocate: memory of another stream would come back too early. They are given in
-    an order that is right without streams, too.
+    both find room. (Programs of specialised warps leave none: moe/kernels/warps_sm90.py.) Launches must not allocate:
+    memory of another stream would come back too early. They are given in an order that is right without streams, too.
     """
 
     def __init__(self, like: Tensor) -> None:

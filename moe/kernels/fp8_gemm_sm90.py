@@ -42,7 +42,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from comms.kernels.e4m3 import absolute, encode, scale_byte
 from moe.kernels.fp8_gemm_portable import BLOCK, GROUP, power
 from moe.kernels.fused_experts import _activation
-from moe.kernels.warps_sm90 import next_expert, place_of_tile, tiles_of_expert
+from moe.kernels.warps_sm90 import next_expert, place_of_tile, tiles_of_expert, to_bf16
 
 # Rows of a warpgroup, and steps along K that are on their way.
 ROWS, STAGES = 64, 4
@@ -217,7 +217,7 @@ def _multiply(half: gl.constexpr, ring, summed, size, once, how: gl.constexpr, g
                 mbarrier.arrive(free.index(stage), count=1)
                 step += 1
             end = start + count
-            left_total, right_total = left_total.to(gl.bfloat16), right_total.to(gl.bfloat16)
+            left_total, right_total = to_bf16(left_total), to_bf16(right_total)
             left, right = left_block * 128, (left_block + further) * 128
             _store(out, left_total, row, end, left, width)
             _store(out, right_total, row, end, right, width)
@@ -248,7 +248,7 @@ def _store_act(gate, up, weights, act, scales, row, end, n, num_rows, hidden, ga
     pair = row + gl.arange(0, 64, gl.SliceLayout(1, gate.type.layout))
     weight = gl.load(weights + pair, mask=pair < end, other=0.0).to(gl.float32)
     found = _activation(gate.to(gl.float32), up.to(gl.float32), CLAMPED, LIMIT, SLOPE, CARD) * weight[:, None]
-    word = found.to(gl.bfloat16).to(gl.int16, bitcast=True)
+    word = to_bf16(found).to(gl.int16, bitcast=True)
     scale = scale_byte(gl.max(absolute(word), axis=1).to(gl.int32), word.dtype)
     gl.store(scales + n * num_rows.to(gl.int64) + pair, scale.to(gl.uint8), mask=pair < end)
     _store(act, encode(word, scale[:, None], True), row, end, n * 128, hidden)

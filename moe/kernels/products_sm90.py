@@ -38,12 +38,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
 
 from moe.kernels.fused_experts import _activation
-from moe.kernels.warps_sm90 import next_expert, place_of_tile, tiles_of_expert
+from moe.kernels.warps_sm90 import next_expert, place_of_tile, tiles_of_expert, to_bf16
 
 # A step along K, and how many are on their way; steps that the second warpgroup is behind.
 DEPTH, STAGES, LAG = 64, 4, 1
-# Columns of a tile that go out at once.
-OUT_COLUMNS = 128
+# Columns of a tile that go out at once: lines of 128 bytes.
+OUT_COLUMNS = 64
 
 
 def launch_rows(
@@ -205,8 +205,11 @@ def up_kernel(
 
 @gluon.jit
 def _staging(dtype: gl.constexpr):
-    """Where a warpgroup puts 64 x 128 numbers that go out."""
-    return gl.allocate_shared_memory(dtype, [2, 64, 128], SWIZZLED)
+    """Where each warpgroup puts what goes out."""
+    return (
+        gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED),
+        gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED),
+    )
 
 
 @gluon.jit
@@ -224,7 +227,9 @@ def _signals(STAGES: gl.constexpr, COMING: gl.constexpr):
 
 
 @gluon.jit
-def _wait_for_turn(half: gl.constexpr, turn, LAG: gl.constexpr):
+def _wait_for_turn(half: gl.constexpr, turn, STAGES: gl.constexpr, LAG: gl.constexpr):
+    # The second frees the first stage after it has begun.
+    gl.static_assert(LAG < STAGES)
     if half == 1 and LAG > 0:
         mbarrier.wait(turn.index(0), 0)
 
@@ -234,7 +239,8 @@ def _multiplied(half: gl.constexpr, step, within, free, turn, STAGES: gl.constex
     """While a step's product runs, the one before has ended: its blocks are free, if it was one of this tile."""
     mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=within)
     if half == 0 and LAG > 0:
-        mbarrier.arrive(turn.index(0), count=1, pred=step == LAG)
+        if step == LAG:
+            mbarrier.arrive(turn.index(0), count=1)
 
 
 @gluon.jit
@@ -288,8 +294,9 @@ def _multiply_rows(half: gl.constexpr, ring, staging, out_desc, offsets, size, h
     a_blocks, b_blocks, ready, free, turn = ring
     inner, width, num_experts, first_segment = size
     steps, tiles_n = gl.cdiv(inner, 64), gl.cdiv(width, 256)
-    out = staging.index(half)
-    _wait_for_turn(half, turn, LAG)
+    shape: gl.constexpr = (1, 1, 64, 64)
+    out = staging[half]
+    _wait_for_turn(half, turn, STAGES, LAG)
     step = 0
     first = gl.program_id(0)
     for expert in range(num_experts):
@@ -313,8 +320,7 @@ def _multiply_rows(half: gl.constexpr, ring, staging, out_desc, offsets, size, h
             beyond, end, row = to_ragged_indices(start, count, m * 128 + half * 64)
             columns = gl.split(gl.permute(gl.reshape(total, [64, 2, 128]), (0, 2, 1)))
             for part in gl.static_range(2):
-                corner = [beyond, end, row, n * 256 + part * 128]
-                _send(columns[part].to(out_desc.dtype), out.reshape([1, 1, 64, 128]), out_desc, corner)
+                _send(to_bf16(columns[part]), out, out_desc, shape, (beyond, end, row), n * 256 + part * 128)
         first = next_expert(first, tiles, PROGRAMS)
     _last_turn(half, step, turn, LAG)
     tma.store_wait(pendings=0)
@@ -346,12 +352,12 @@ def _bring_indexed(x, rows, w_desc, ring, offsets, size, how: gl.constexpr):
             for k in range(0, dim, 64):
                 stage = step % STAGES
                 mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
-                async_copy.async_copy_global_to_shared(a_blocks.index(2 * stage), upper_x + k)
-                async_copy.async_copy_global_to_shared(a_blocks.index(2 * stage + 1), lower_x + k)
                 bar = ready.index(stage)
-                async_copy.mbarrier_arrive(bar, increment_count=False)
                 mbarrier.expect(bar, 256 * 64 * 2)
                 tma.async_copy_global_to_shared(w_desc, [expert * 2, n * 128, k], bar, b_blocks.index(stage))
+                async_copy.async_copy_global_to_shared(a_blocks.index(2 * stage), upper_x + k)
+                async_copy.async_copy_global_to_shared(a_blocks.index(2 * stage + 1), lower_x + k)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
                 step += 1
         first = next_expert(first, tiles, PROGRAMS)
 
@@ -370,8 +376,10 @@ def _multiply_gated(
     a_blocks, b_blocks, ready, free, turn = ring
     dim, hidden, num_experts, first_segment = size
     steps, tiles_n = gl.cdiv(dim, 64), gl.cdiv(hidden, 128)
-    out = staging.index(half)
-    _wait_for_turn(half, turn, LAG)
+    of_h: gl.constexpr = (1, 1, 64, 1, 64)
+    of_a: gl.constexpr = (1, 1, 64, 64)
+    out = staging[half]
+    _wait_for_turn(half, turn, STAGES, LAG)
     step = 0
     first = gl.program_id(0)
     for expert in range(num_experts):
@@ -400,25 +408,33 @@ def _multiply_gated(
                 gate += gl.load(base, mask=column < hidden, other=0.0).to(gl.float32)[None, :]
                 up += gl.load(base + hidden, mask=column < hidden, other=0.0).to(gl.float32)[None, :]
             # The activation sees h as it is kept for backward.
-            gate, up = gate.to(h_desc.dtype), up.to(h_desc.dtype)
+            gate, up = to_bf16(gate), to_bf16(up)
             beyond, end, row = to_ragged_indices(start, count, m * 128 + half * 64)
-            _send(gate, out.reshape([1, 1, 64, 1, 128]), h_desc, [beyond, end, row, 0, n * 128])
-            _send(up, out.reshape([1, 1, 64, 1, 128]), h_desc, [beyond, end, row, 1, n * 128])
+            _send(gate, out, h_desc, of_h, (beyond, end, row, 0), n * 128)
+            _send(up, out, h_desc, of_h, (beyond, end, row, 1), n * 128)
             act = _activation(gate.to(gl.float32), up.to(gl.float32), gated[1], gated[2], gated[3], gated[4])
-            act = (act * weight[:, None]).to(a_desc.dtype)
-            _send(act, out.reshape([1, 1, 64, 128]), a_desc, [beyond, end, row, n * 128])
+            _send(to_bf16(act * weight[:, None]), out, a_desc, of_a, (beyond, end, row), n * 128)
         first = next_expert(first, tiles, PROGRAMS)
     _last_turn(half, step, turn, LAG)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
-def _send(block, out, desc, corner):
-    """By way of shared memory, from where what went out before is still being read, maybe."""
-    tma.store_wait(pendings=0)
-    out.store(gl.reshape(block, out.shape))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(desc, corner, out)
+def _send(block, buffers, desc, shape: gl.constexpr, lead, column):
+    """64 x 128 numbers, by way of shared memory in two pieces: while one is read from there, the other comes.
+
+    Args:
+        shape: of a piece, as `desc` knows it.
+        lead: coordinates but the last one, which is `column`.
+    """
+    pieces = gl.split(gl.permute(gl.reshape(block, [64, 2, 64]), (0, 2, 1)))
+    for piece in gl.static_range(2):
+        # The piece before the last one has been read.
+        tma.store_wait(pendings=1)
+        buffer = buffers.index(piece).reshape(shape)
+        buffer.store(gl.reshape(pieces[piece], shape))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, lead + (column + piece * 64,), buffer)  # noqa: RUF005
 
 
 @gluon.jit
@@ -470,8 +486,9 @@ def _multiply_columns(half: gl.constexpr, ring, staging, out_desc, offsets, size
     a_blocks, b_blocks, ready, free, turn = ring
     left_width, right_width, num_experts, first_segment = size
     num_tiles = num_experts * gl.cdiv(left_width, 128) * gl.cdiv(right_width, 256)
-    out = staging.index(half)
-    _wait_for_turn(half, turn, LAG)
+    shape: gl.constexpr = (1, 64, 64)
+    out = staging[half]
+    _wait_for_turn(half, turn, STAGES, LAG)
     step = 0
     for tile in range(gl.program_id(0), num_tiles, PROGRAMS):
         expert, m, n = _tile_of_weights(tile, size, GROUP)
@@ -491,7 +508,6 @@ def _multiply_columns(half: gl.constexpr, ring, staging, out_desc, offsets, size
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=step > before)
         columns = gl.split(gl.permute(gl.reshape(total, [64, 2, 128]), (0, 2, 1)))
         for part in gl.static_range(2):
-            corner = [expert, m * 128 + half * 64, n * 256 + part * 128]
-            _send(columns[part].to(out_desc.dtype), out.reshape([1, 64, 128]), out_desc, corner)
+            _send(to_bf16(columns[part]), out, out_desc, shape, (expert, m * 128 + half * 64), n * 256 + part * 128)
     _last_turn(half, step, turn, LAG)
     tma.store_wait(pendings=0)

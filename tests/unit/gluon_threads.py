@@ -6,11 +6,13 @@ kernel are what it checks, and that no partition waits for ever. Layouts and mem
     for number in range(2):
         run_program(fp8_kernel, number, (Descriptor(rows), scales, ...), {"PROGRAMS": 2, "STAGES": 3, ...})
 
-It is stricter than a card where it can be: a block of shared memory is NaN from the moment that all have freed it, and
-a product reads its blocks when it is waited for. Of a kernel's barriers those that tell what has come are allocated
-first, then those that free it, for as many stages as there are of these.
+It is stricter than a card where it can be: a block of shared memory is NaN from the moment that all have freed it, a
+product reads its blocks and a copy its source when it is waited for, and what threads have written needs a fence. Of a
+kernel's barriers those that tell what has come are allocated first, then those that free it, for as many stages as
+there are of these.
 """
 
+import itertools
 import operator
 import threading
 from collections.abc import Callable
@@ -52,6 +54,9 @@ class Value:
 
     def __index__(self) -> int:
         return int(self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
 
     def __getitem__(self, index: Any) -> "Value":
         return Value(self.data[index])
@@ -106,10 +111,16 @@ class Pointer:
         return torch.where(outside, 0, self.places).long()
 
 
+class Bell(threading.Condition):
+    """Wakes the partitions of a program, for good when one of them has failed."""
+
+    failed = False
+
+
 class Barrier:
     """An mbarrier: a phase ends when all have arrived and all bytes have come."""
 
-    def __init__(self, bell: threading.Condition) -> None:
+    def __init__(self, bell: Bell) -> None:
         self.bell, self.phase, self.count, self.arrived, self.bytes = bell, 0, 0, 0, 0
         # Blocks that came with it, and those that it frees.
         self.came: set[Block] = set()
@@ -128,8 +139,8 @@ class Barrier:
 
     def wait(self, parity: Any) -> None:
         with self.bell:
-            woken = self.bell.wait_for(lambda: self.phase % 2 != int(Value(parity).data), PATIENCE)
-            assert woken, "waits for ever"
+            over = self.bell.wait_for(lambda: self.bell.failed or self.phase % 2 != int(Value(parity).data), PATIENCE)
+            assert over and not self.bell.failed, "waits for ever"
 
 
 class Ring:
@@ -142,25 +153,44 @@ class Ring:
         return self.parts[int(Value(place).data)]
 
 
+# Events that fences order: what threads write before a thread's fence, products and copies of its own see.
+_time = itertools.count(1)
+_seen = threading.local()
+
+
+def _fence() -> None:
+    _seen.until = next(_time)
+
+
 class Block:
     """A block in shared memory."""
 
-    def __init__(self, data: Tensor) -> None:
-        self.data = data
+    def __init__(self, data: Tensor, whole: "Block | None" = None) -> None:
+        self.data, self.whole, self.written = data, whole or self, 0
+
+    def is_written(self) -> None:
+        """By threads."""
+        self.whole.written = next(_time)
+
+    def seen(self) -> Tensor:
+        """As a product, or the copy engine, reads it."""
+        assert self.whole.written < getattr(_seen, "until", 0) or not self.whole.written, "there was no fence"
+        return self.data
 
     @property
     def shape(self) -> torch.Size:
         return self.data.shape
 
     def permute(self, dims: tuple[int, ...]) -> "Block":
-        return Block(self.data.permute(dims))
+        return Block(self.data.permute(dims), self.whole)
 
     def reshape(self, shape: list[int]) -> "Block":
-        return Block(self.data.view(shape))
+        return Block(self.data.view(shape), self.whole)
 
     def store(self, value: Value) -> None:
         assert value.data.shape == self.data.shape and value.data.dtype == self.data.dtype
         self.data.copy_(value.data)
+        self.is_written()
 
 
 class Product:
@@ -173,7 +203,7 @@ class Product:
         """What it is when so many products are still on their way."""
         if isinstance(self.total, Product):
             self.total = self.total.ended(max(outstanding - 1, 0))
-        return self if outstanding else Value(self.a.data.float() @ self.b.data.float() + _data(self.total))
+        return self if outstanding else Value(self.a.seen().float() @ self.b.seen().float() + _data(self.total))
 
 
 class Descriptor:
@@ -202,7 +232,7 @@ class Descriptor:
 
 def run_program(kernel: Any, number: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     """One program of a kernel, all of its partitions; raises what one of them raised."""
-    bell = threading.Condition()
+    bell = Bell()
     rings: list[Ring] = []
 
     def allocate(dtype: Any, shape: list[Any], layout: Any) -> Ring:
@@ -225,6 +255,9 @@ def run_program(kernel: Any, number: int, arguments: tuple[Any, ...], constants:
                 function(*given)
             except BaseException as error:
                 raised.append(error)
+                with bell:
+                    bell.failed = True
+                    bell.notify_all()
 
         threads = [threading.Thread(target=work, args=partition, daemon=True) for partition in partitions]
         for thread in threads:
@@ -271,11 +304,22 @@ def _zeros(shape: list[int], dtype: Any, layout: Any = None) -> Value:
     return Value(torch.zeros(shape, dtype=TORCH[dtype]))
 
 
+def _assert(condition: Any) -> None:
+    assert condition
+
+
+def _rounded(asm: str, constraints: str, args: list[Value], dtype: Any, **_: Any) -> Value:
+    """The one instruction that is known: pairs to bf16."""
+    assert asm.startswith("cvt.rn.bf16x2.f32") and dtype == gl.bfloat16
+    return args[0].to(dtype)
+
+
 def _where(condition: Any, x: Any, y: Any) -> Value:
     return Value(torch.where(Value(condition).data, _data(x), _data(y)))
 
 
 _FUNCTIONS: dict[str, Any] = {
+    "static_assert": _assert,
     "static_range": lambda *bounds: range(*(int(Value(bound).data) for bound in bounds)),
     "arange": lambda first, end, layout=None: Value(torch.arange(first, end)),
     "load": Pointer.load,
@@ -289,6 +333,7 @@ _FUNCTIONS: dict[str, Any] = {
     "reshape": lambda x, shape: Value(x.data.reshape(shape)),
     "permute": lambda x, dims: Value(x.data.permute(dims)),
     "split": lambda x: tuple(Value(half) for half in x.data.unbind(-1)),
+    "inline_asm_elementwise": _rounded,
     "sigmoid": lambda x: Value(torch.sigmoid(x.data)),
     "convert_layout": lambda x, layout: x,
     "BlockedLayout": lambda *words: None,
@@ -306,9 +351,21 @@ def _copy(desc: Descriptor, corner: list[Any], barrier: Barrier, block: Block) -
     barrier.change(0, -block.data.numel() * block.data.element_size())
 
 
+_leaving = threading.local()
+
+
 def _copy_out(desc: Descriptor, corner: list[Any], block: Block) -> None:
-    found, inside = desc.part(corner, block.data.shape)
-    found.copy_(block.data[inside])
+    """It happens when it is waited for: what is written over it before goes out."""
+    block.seen()
+    _leaving.__dict__.setdefault("copies", []).append((desc, corner, block))
+
+
+def _store_wait(pendings: int) -> None:
+    copies = _leaving.__dict__.setdefault("copies", [])
+    while len(copies) > pendings:
+        desc, corner, block = copies.pop(0)
+        found, inside = desc.part(corner, block.data.shape)
+        found.copy_(block.data[inside])
 
 
 class _Copies:
@@ -324,6 +381,7 @@ class _Copies:
         assert not increment_count
         for block, pointer in self.pending.__dict__.pop("copies"):
             block.data.copy_(pointer.load().data)
+            block.is_written()
             barrier.came.add(block)
         barrier.change(128, 0)
 
@@ -343,7 +401,7 @@ def _init(barrier: Barrier, count: int) -> None:
 
 
 HOPPER: dict[str, Any] = {
-    "fence_async_shared": lambda: None,
+    "fence_async_shared": _fence,
     "mbarrier": SimpleNamespace(
         init=_init,
         expect=lambda barrier, num_bytes: barrier.change(1, num_bytes),
@@ -353,7 +411,7 @@ HOPPER: dict[str, Any] = {
     ),
     "async_copy": _Copies(),
     "tma": SimpleNamespace(
-        async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_out, store_wait=lambda pendings: None
+        async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_out, store_wait=_store_wait
     ),
     "warpgroup_mma": _product,
     "warpgroup_mma_wait": lambda outstanding, deps: _ended(deps[0], outstanding),
