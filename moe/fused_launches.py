@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from comms.kernels.e4m3 import can_cast
 from comms.put_and_take import num_processors
-from moe.kernels import products_sm90
+from moe.kernels import products_sm90, up_sm90
 from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_kernel, weight_grad_kernel
 from moe.kernels.pair_rows import Part, launch_expand
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE
@@ -63,10 +63,10 @@ def launch_up(
     tile = tile_for("up", (E, D, F))
     if rows_P.shape[0] == 0:
         return
-    if tile.specialized and kept is None and D % products_sm90.DEPTH == 0 and F % 8 == 0 and _on_sm90(rows_RD):
+    if tile.specialized and kept is None and D % up_sm90.DEPTH == 0 and F % 8 == 0 and _on_sm90(rows_RD):
         made, programs = (h_PH, a_PF, activation_of(activation, rows_RD)), num_programs(rows_RD, spare)[0]
         given = rows_RD, rows_P, weights_P, w_E2FD, b_E2F, ends_S
-        products_sm90.launch_up(*given, *made, tile.group, programs, chunk * E)
+        up_sm90.launch_up(*given, *made, tile.group, programs, chunk * E)
         return
     w_desc = TensorDescriptor.from_tensor(w_E2FD.view(E * 2, F, D), [2, tile.n, tile.k])
     up_kernel[num_programs(rows_RD, spare)](

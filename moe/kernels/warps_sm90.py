@@ -1,4 +1,12 @@
-"""What the kernels for SM90 whose warps have one thing to do each share: who has which tile of a grouped product.
+"""What the kernels for SM90 whose warps have one thing to do each share.
+
+    host          layouts and descriptors of 16-bit blocks
+    tiles         who has which tile of a grouped product
+    the ring      barriers: a stage's blocks have come, both warpgroups are done with them, the second's first turn
+    products      the steps of a tile, and the way of its results
+
+A kernel's `how` is a tuple of what is known when it is compiled: programs, stages of the ring, tiles of rows next to
+each other in time, steps that the second warpgroup is behind the first; and what else the kernel has.
 
 The registers of such a program, 168 of each of its 384 threads, are all that a multiprocessor has but 1,024: nothing
 runs beside it, where a program of Triton's own leaves a third of them.
@@ -8,11 +16,47 @@ experts by itself, in scalars: a table would have to be made by one and waited f
 """
 
 # Kernels are written in Gluon, which has no types.
-# pyright: basic, reportGeneralTypeIssues=false
+# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # ruff: noqa: ANN001, ANN201
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.tools.ragged_tma import create_ragged_descriptor
+
+# A step along K, and how many are on their way; steps that the second warpgroup is behind.
+DEPTH, STAGES, LAG = 64, 4, 1
+# Columns of a tile that go out at once: lines of 128 bytes.
+OUT_COLUMNS = 64
+
+
+# ---- host
+
+
+def swizzled(rank: int) -> gl.NVMMASharedLayout:
+    """Of blocks of 16-bit numbers whose lines are 128 bytes, or several times that."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+SWIZZLED = gl.constexpr(swizzled(2))
+
+
+def ragged(x_PX: Tensor, block: list[int]) -> TensorDescriptor:
+    """As triton.tools.ragged_tma has it, for Gluon."""
+    desc = create_ragged_descriptor(x_PX, block)
+    return TensorDescriptor(desc.base, desc.shape, desc.strides, desc.block_shape, swizzled(2 + len(block)))
+
+
+# ---- tiles
 
 
 @gluon.jit
@@ -36,6 +80,111 @@ def place_of_tile(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 def next_expert(first, tiles, PROGRAMS: gl.constexpr):
     """The program's first tile of the next expert, counted from that expert's own first."""
     return first + gl.cdiv(gl.maximum(tiles - first, 0), PROGRAMS) * PROGRAMS - tiles
+
+
+# ---- the ring
+
+
+@gluon.jit
+def signals(STAGES: gl.constexpr, COMING: gl.constexpr):
+    """Of each stage: COMING have brought its blocks, both warpgroups are done with them. The second's first turn."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=COMING)
+        mbarrier.init(free.index(stage), count=2)
+    turn = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn.index(0), count=1)
+    fence_async_shared()
+    return ready, free, turn
+
+
+@gluon.jit
+def wait_for_turn(half: gl.constexpr, turn, STAGES: gl.constexpr, LAG: gl.constexpr):
+    """The second warpgroup begins LAG steps after the first; the first stage is free when both have had it."""
+    gl.static_assert(LAG < STAGES)
+    if half == 1 and LAG > 0:
+        mbarrier.wait(turn.index(0), 0)
+
+
+@gluon.jit
+def multiplied(half: gl.constexpr, step, within, free, turn, STAGES: gl.constexpr, LAG: gl.constexpr):
+    """While a step's product runs, the one before has ended: its blocks are free, if it was one of this tile."""
+    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=within)
+    if half == 0 and LAG > 0:
+        if step == LAG:
+            mbarrier.arrive(turn.index(0), count=1)
+
+
+@gluon.jit
+def last_turn(half: gl.constexpr, steps, turn, LAG: gl.constexpr):
+    """The first warpgroup may have had fewer steps than the second waits for."""
+    if half == 0 and LAG > 0:
+        mbarrier.arrive(turn.index(0), count=1, pred=steps <= LAG)
+
+
+# ---- products
+
+
+@gluon.jit
+def rows_times_weights(
+    half: gl.constexpr, ring, steps, step, how: gl.constexpr, TRANSPOSED: gl.constexpr, FENCED: gl.constexpr
+):
+    """A warpgroup's 64 x 256 sums over `steps` steps, the first of them the program's `step`-th.
+
+    Args:
+        TRANSPOSED: blocks of weights are 64 x 256, not 256 x 64.
+        FENCED: rows were written by threads.
+    """
+    STAGES: gl.constexpr = how[1]
+    LAG: gl.constexpr = how[3]
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    a_blocks, b_blocks, ready, free, turn = ring
+    total = gl.zeros([64, 256], gl.float32, mma)
+    for k in range(steps):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        if FENCED:
+            # Products see what threads have written after a fence.
+            fence_async_shared()
+        if TRANSPOSED:
+            b = b_blocks.index(stage).reshape([64, 256])
+        else:
+            b = b_blocks.index(stage).reshape([256, 64]).permute((1, 0))
+        total = warpgroup_mma(a_blocks.index(2 * stage + half), b, total, is_async=True)
+        total = warpgroup_mma_wait(1, deps=[total])
+        multiplied(half, step, k > 0, free, turn, STAGES, LAG)
+        step += 1
+    total = warpgroup_mma_wait(0, deps=[total])
+    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
+    return total
+
+
+@gluon.jit
+def staging_of(dtype: gl.constexpr):
+    """Where each warpgroup puts what goes out."""
+    return (
+        gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED),
+        gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED),
+    )
+
+
+@gluon.jit
+def send(block, buffers, desc, shape: gl.constexpr, lead, column):
+    """64 x 128 numbers, by way of shared memory in two pieces: while one is read from there, the other comes.
+
+    Args:
+        shape: of a piece, as `desc` knows it.
+        lead: coordinates but the last one, which is `column`.
+    """
+    pieces = gl.split(gl.permute(gl.reshape(block, [64, 2, 64]), (0, 2, 1)))
+    for piece in gl.static_range(2):
+        # The piece before the last one has been read.
+        tma.store_wait(pendings=1)
+        buffer = buffers.index(piece).reshape(shape)
+        buffer.store(gl.reshape(pieces[piece], shape))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, lead + (column + piece * 64,), buffer)  # noqa: RUF005
 
 
 @gluon.jit

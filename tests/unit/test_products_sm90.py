@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.kernels.products_sm90 import LAG, STAGES, rows_kernel, swizzled, up_kernel, weight_grad_kernel
+from moe.kernels.products_sm90 import rows_kernel, weight_grad_kernel
+from moe.kernels.up_sm90 import up_kernel
+from moe.kernels.warps_sm90 import LAG, STAGES, swizzled
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE, expert_activation
 from tests.unit import gluon_threads
 from tests.unit.gluon_compile import MOST_SHARED, Compiled, compile_kernel
