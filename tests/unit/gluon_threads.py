@@ -23,6 +23,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 # A partition that has waited so long will not be woken.
@@ -252,7 +254,9 @@ def run_program(kernel: Any, number: int, arguments: tuple[Any, ...], constants:
 
         def work(function: Any, given: tuple[Any, ...]) -> None:
             try:
-                function(*given)
+                # A thread's own mode, whatever that of its parent is.
+                with torch.no_grad():
+                    function(*given)
             except BaseException as error:
                 raised.append(error)
                 with bell:
@@ -275,6 +279,33 @@ def run_program(kernel: Any, number: int, arguments: tuple[Any, ...], constants:
     _plain(kernel, replaced, {})(*given, **constants)
 
 
+class OnThreads:
+    """Stands for a kernel where its host code launches it, `kernel[grid](...)`: all programs, one after the other."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+            assert len(arguments) + len(constants) == len(self.kernel.arg_names) and num_warps == 4
+            self.launches += 1
+            for number in range(grid[0]):
+                run_program(self.kernel, number, tuple(map(_known, arguments)), constants)
+
+        return launch
+
+
+def _known(argument: Any) -> Any:
+    """Host descriptors as this module has them."""
+    if not isinstance(argument, TensorDescriptor):
+        return argument
+    # How triton.tools.ragged_tma marks its own.
+    ragged = argument.shape[0] == 0x7FFF0000
+    assert ragged or list(argument.shape) == list(argument.base.shape)
+    assert all(size <= 256 for size in argument.block_shape)
+    return Descriptor(argument.base, ragged)
+
+
 class _Replaced:
     """A module with some functions replaced."""
 
@@ -286,18 +317,22 @@ class _Replaced:
         return getattr(self._module, name)
 
 
-def _plain(function: Any, replaced: dict[str, Any], done: dict[Any, Any]) -> Any:
-    """The Python function of a kernel's, and of all that it calls, with other modules."""
-    if function not in done:
+def _plain(function: Any, replaced: dict[str, Any], done: dict[int, Any]) -> Any:
+    """The Python function of a kernel's, and of all that it calls, with other modules.
+
+    Args:
+        done: by identity: to hash one, Triton looks at all that it calls.
+    """
+    if id(function) not in done:
         code = function.fn
         names = dict(code.__globals__)
-        done[function] = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
+        done[id(function)] = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
         for name, value in list(names.items()):
-            if isinstance(value, JITFunction):
+            if isinstance(value, JITFunction | InterpretedFunction):
                 names[name] = _plain(value, replaced, done)
             elif name in replaced:
                 names[name] = replaced[name]
-    return done[function]
+    return done[id(function)]
 
 
 def _zeros(shape: list[int], dtype: Any, layout: Any = None) -> Value:
