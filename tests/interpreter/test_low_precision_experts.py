@@ -5,6 +5,10 @@ by one bit of bf16 may be rounded to another e4m3 value: bound 6e-2 norm-wise (s
 the wrong place shows as 3e-1 and more. The interpreter multiplies no bf16 either: torch has the weight gradients.
 """
 
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,9 +17,12 @@ from moe import low_precision_experts as module
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts, within_bound
 from moe.grouped_gemm import weight_gradient
+from moe.kernels import fp8_gemm_portable, fp8_gemm_sm90
 from moe.kernels.sort_pairs import sort_pairs
 from moe.low_precision_experts import low_precision_experts
+from moe.quantized_gemm import fp8_gated, fp8_rows
 from moe.recipes import resolve_recipe
+from tests.unit.gluon_threads import OnThreads
 
 BOUND = 6e-2
 NUM_ROWS, DIM, HIDDEN, EXPERTS, TOP_K = 11, 144, 136, 5, 3
@@ -27,7 +34,7 @@ def _weight_gradients_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "weight_grad", lambda left, right, ends: weight_gradient(left.t(), right, ends))
 
 
-def problem(seed: int, idle: int) -> tuple[list[Tensor], Tensor, Tensor]:
+def problem(seed: int, idle: int, hidden: int = HIDDEN) -> tuple[list[Tensor], Tensor, Tensor]:
     """Leaves, ids with experts from `idle` on unused and some slots empty, and the output's gradient."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -42,8 +49,8 @@ def problem(seed: int, idle: int) -> tuple[list[Tensor], Tensor, Tensor]:
     leaves = [
         randn(NUM_ROWS, DIM),
         torch.rand(NUM_ROWS, TOP_K, generator=generator),
-        randn(EXPERTS, 2, HIDDEN, DIM, scale=DIM**-0.5),
-        randn(EXPERTS, DIM, HIDDEN, scale=HIDDEN**-0.5),
+        randn(EXPERTS, 2, hidden, DIM, scale=DIM**-0.5),
+        randn(EXPERTS, DIM, hidden, scale=hidden**-0.5),
     ]
     return [leaf.requires_grad_() for leaf in leaves], ids, randn(NUM_ROWS, DIM)
 
@@ -65,6 +72,27 @@ def test_equals_the_products_one_by_one(idle: int, activation: str, room: int) -
     ours = low_precision_experts(*leaves, pairs, activation, recipe)
     found = torch.autograd.grad(ours, leaves, grad)
     for name, actual, wants in zip(NAMES, [ours, *found], [expected, *wanted], strict=True):
+        assert (actual.float() - wants.float()).norm() <= BOUND * wants.float().norm(), name
+
+
+def test_by_specialised_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for SM90 and its host code by threads, the first map with its activation in it."""
+    kernel = OnThreads(fp8_gemm_sm90.fp8_kernel)
+    monkeypatch.setattr(fp8_gemm_sm90, "fp8_kernel", kernel)
+    monkeypatch.setattr(fp8_gemm_portable, "launch_rows", fp8_gemm_sm90.launch_rows)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    card = SimpleNamespace(multi_processor_count=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    leaves, ids_RK, grad = problem(0, EXPERTS, hidden=256)
+    pairs = sort_pairs(ids_RK, EXPERTS, int((ids_RK >= 0).sum()))
+    recipe = resolve_recipe("fp8_blockwise", torch.device("cpu"))
+    found = []
+    for products in ({}, {"multiply_rows": fp8_rows, "multiply_gated": fp8_gated}):
+        out = low_precision_experts(*leaves, pairs, "swiglu", replace(recipe, **products))
+        found.append([out, *torch.autograd.grad(out, leaves, grad)])
+    # The first map with its activation, down, and the gradients of both.
+    assert kernel.launches == 4
+    for name, wants, actual in zip(NAMES, *found, strict=True):
         assert (actual.float() - wants.float()).norm() <= BOUND * wants.float().norm(), name
 
 
