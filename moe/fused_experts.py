@@ -20,6 +20,7 @@ E experts.
 # Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
 # pyright: basic, reportArgumentType=false
 
+import functools
 import hashlib
 from functools import partial
 from pathlib import Path
@@ -76,28 +77,30 @@ def tune(
     Args:
         num_pairs: (row, expert) pairs that a step is expected to have, spread evenly.
     """
-    source = hashlib.blake2b(Path(kernels.__file__).read_bytes(), digest_size=4).hexdigest()
+    files = sorted(Path(kernels.__file__).parent.glob("*.py"))
+    source = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
     card = f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}, kernels {source}"
     return choose_tiles(_works(num_pairs, num_experts, dim, hidden, device), card)
 
 
 def _works(P: int, E: int, D: int, F: int, device: torch.device) -> dict[tuple[str, Shape], Work]:
-    """A launch of every kernel on random numbers."""
+    """A launch of every kernel on random numbers, which are drawn at its first call: few kernels are measured."""
 
-    def randn(*shape: int) -> Tensor:
+    @functools.cache
+    def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
-    rows_P = torch.arange(P, dtype=torch.int32, device=device)
+    rows_P, weights_P = torch.arange(P, dtype=torch.int32, device=device), torch.rand(P, device=device)
     offsets_E = (torch.arange(1, E + 1, device=device) * P // E).int()
-    weights_P, x_PD, h_PH, a_PF = torch.rand(P, device=device), randn(P, D), randn(P, 2 * F), randn(P, F)
-    w_up, w_down = randn(E, 2, F, D), randn(E, D, F)
+    x, h, a = partial(drawn, P, D), partial(drawn, P, 2 * F), partial(drawn, P, F)
+    w_up, w_down = partial(drawn, E, 2, F, D), partial(drawn, E, D, F)
     return {
-        ("up", (E, D, F)): partial(up, x_PD, rows_P, weights_P, w_up, None, offsets_E, "swiglu"),
-        ("down", (E, F, D)): partial(down, a_PF, w_down, None, weights_P, offsets_E),
-        ("act_grad", (E, D, F)): partial(launch_rows, "act_grad", x_PD, w_down, offsets_E, a_PF, True),
-        ("up_grad", (E, 2 * F, D)): partial(up_grad, h_PH, w_up, offsets_E),
-        ("weight_grad", (E, D, F)): partial(weight_grad, x_PD, a_PF, offsets_E),
-        ("weight_grad", (E, 2 * F, D)): partial(weight_grad, h_PH, x_PD, offsets_E),
+        ("up", (E, D, F)): lambda: up(x(), rows_P, weights_P, w_up(), None, offsets_E, "swiglu"),
+        ("down", (E, F, D)): lambda: down(a(), w_down(), None, weights_P, offsets_E),
+        ("act_grad", (E, D, F)): lambda: launch_rows("act_grad", x(), w_down(), offsets_E, a(), True),
+        ("up_grad", (E, 2 * F, D)): lambda: up_grad(h(), w_up(), offsets_E),
+        ("weight_grad", (E, D, F)): lambda: weight_grad(x(), a(), offsets_E),
+        ("weight_grad", (E, 2 * F, D)): lambda: weight_grad(h(), x(), offsets_E),
     }
 
 

@@ -38,12 +38,13 @@ class Tile(NamedTuple):
     group: int = 4
     # Parts of the columns, 1 or 2, that an epilogue takes one after the other, to stay within the registers.
     parts: int = 1
-    # On SM90 by warps with one thing to do each (moe/kernels/products_sm90.py), which know one cut: 128 x 256, 64 deep.
+    # On SM90 by warps with one thing to do each (moe/kernels/products_sm90.py), which know one cut, 128 x 256, 64 deep,
+    # and take only `group` from here; the rest is for the other kernel, where these cannot be.
     specialized: bool = False
 
 
-# The first of each is the best over all shapes measured on an H200. Others were tried on seven shapes, never better by
-# more than two runs of the first differ (docs/LOG.md); each costs a first start two seconds of compiling.
+# The first of each is the best over all shapes measured on an H200. Of weight gradients the other one was as good or
+# better on 4 of 14; for the rest, groups of 4 and 8 won in turns on seven shapes, and nothing else did (docs/LOG.md).
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "up": (Tile(128, 128, 64, 8, 3, group=8, parts=2),),
     "down": (Tile(128, 256, 64, 8, 3, group=8),),
@@ -84,6 +85,8 @@ def choose_tiles(
     """
     measure = milliseconds or _milliseconds
     works = {work: launch for work, launch in works.items() if len(CANDIDATES[work[0]]) > 1}
+    if not works:
+        return {}
     path = cache_folder() / "tiles.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
@@ -95,7 +98,7 @@ def choose_tiles(
             known[_key(device, kernel, shape)] = list(best)
         if missing:
             _write(path, known)
-            logger.info("Chose tiles of %d kernels for %s; kept in %s", len(missing), device, path)
+            logger.info("Chose tiles of %d products for %s; kept in %s", len(missing), device, path)
     choices = {work: tile for work, tile in found.items() if tile is not None}
     _chosen.update(choices)
     return choices

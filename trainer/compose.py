@@ -235,6 +235,9 @@ def _check_option(override: Override) -> None:
 def _check_kind(override: Override) -> None:
     """A section takes entries, and anything else does not."""
     word, key, value = override.input_line, override.key_or_group, override.value()
+    if isinstance(value, str) and "${" in value:
+        # It stands for something else, which is looked at when all is put together.
+        return
     if is_section(key) and not isinstance(value, dict):
         raise ValueError(f"{word}: {section_text(key)}")
     if is_section(key) and not value:

@@ -183,7 +183,9 @@ def is_over(config: Config) -> bool:
         return False
     path = Path(config.run.root) / run_id
     status, stored = read_status(path), path / "config.yaml"
-    return bool(status) and stored.exists() and _is_over(status, changed_settings(load_config(stored), config))
+    if not status or status["state"] != "finished" or not stored.exists():
+        return False
+    return _is_over(status, changed_settings(load_config(stored), config))
 
 
 def _is_over(status: Mapping[str, Any], changes: Sequence[Change]) -> bool:

@@ -125,7 +125,7 @@ def _of_the_same_words(key: str) -> list[str]:
     found: dict[int, list[str]] = {}
     for known in known_keys():
         own = known.rpartition(".")[2].split("_")
-        is_named = all(word in words or any(part.startswith(word) for part in above) for word in own)
+        is_named = all(word in words or any(len(word) > 1 and part.startswith(word) for part in above) for word in own)
         if is_named and words.issubset(re.split(r"[._]", known)):
             found.setdefault(len(own), []).append(known)
     return found[max(found)] if found else []

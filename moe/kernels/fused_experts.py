@@ -286,7 +286,7 @@ def _store_coded(
     tl.store(at, scale.to(tl.uint8), mask=valid[:, None] & (block * 128 < part)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def act_kernel(
     h, weights, offsets, values, scales, hidden, num_experts, num_pairs,
     CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CARD: tl.constexpr, CAST: tl.constexpr,
@@ -306,7 +306,7 @@ def act_kernel(
     _store_coded(act, values, scales, pair, valid, column, hidden, hidden, 0, num_pairs, ROWS, BLOCK, CAST)
 
 
-@triton.jit(do_not_specialize=["first_segment"])
+@triton.jit(do_not_specialize=["num_pairs", "first_segment"])
 def act_grad_kernel(
     da, weights, offsets, h, dh, values, scales, dots, kept, hidden, num_experts, num_pairs, first_segment,
     CLAMPED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, CARD: tl.constexpr,

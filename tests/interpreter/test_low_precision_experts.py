@@ -12,14 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe import low_precision_experts as module
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts, within_bound
+from moe.fused_experts import coded_act_grad_
 from moe.grouped_gemm import weight_gradient
 from moe.kernels import fp8_gemm_portable, fp8_gemm_sm90
 from moe.kernels.sort_pairs import sort_pairs
 from moe.low_precision_experts import low_precision_experts
+from moe.quantize import fp8_rows as quantize_rows
 from moe.quantized_gemm import fp8_gated, fp8_rows
 from moe.recipes import resolve_recipe
 from tests.unit.gluon_threads import OnThreads
@@ -73,6 +76,24 @@ def test_equals_the_products_one_by_one(idle: int, activation: str, room: int) -
     found = torch.autograd.grad(ours, leaves, grad)
     for name, actual, wants in zip(NAMES, [ours, *found], [expected, *wanted], strict=True):
         assert (actual.float() - wants.float()).norm() <= BOUND * wants.float().norm(), name
+
+
+@pytest.mark.parametrize("hidden", [128, 384])
+@pytest.mark.parametrize("num_pairs", [1, 33])
+def test_coded_gradients_are_those_of_the_quantizer(num_pairs: int, hidden: int) -> None:
+    """Gate's and up's blocks side by side, with the strides that a compiler is told."""
+    generator = torch.Generator().manual_seed(3)
+    da_PF, h_PH = (torch.randn(num_pairs, width, generator=generator).bfloat16() for width in (hidden, 2 * hidden))
+    h_PH *= 2.0 ** torch.randint(-6, 7, (num_pairs, 1), generator=generator)
+    weights_P, ends_E = torch.rand(num_pairs, generator=generator), torch.tensor([num_pairs], dtype=torch.int32)
+    dh_PH, _, values_PH, scales_PS = coded_act_grad_(da_PF, h_PH, weights_P, ends_E, "swiglu")
+    expected = quantize_rows(dh_PH)
+    assert torch.equal(values_PH.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(scales_PS, expected.scales)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in (da_PF, h_PH, weights_P, ends_E)]
+        faked = coded_act_grad_(*fakes, "swiglu")
+    assert faked[3].shape == scales_PS.shape and faked[3].stride() == scales_PS.stride()
 
 
 def test_by_specialised_warps(monkeypatch: pytest.MonkeyPatch) -> None:

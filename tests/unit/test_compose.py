@@ -79,6 +79,13 @@ def test_dict_entries_need_no_plus_and_can_be_deleted() -> None:
     assert list(config.data.train) == ["mine"]
 
 
+def test_a_section_can_stand_for_another() -> None:
+    config = compose(["data.eval=${data.train}"])
+    assert config.data.eval == config.data.train
+    one = compose(["data.eval.again=${data.train.stdlib}"])
+    assert one.data.eval["again"] == one.data.train["stdlib"]
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

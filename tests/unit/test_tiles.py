@@ -74,7 +74,8 @@ def test_what_is_no_candidate_is_measured_again(content: str) -> None:
     assert not log
 
 
-def test_where_there_is_one_candidate_nothing_is_measured() -> None:
+def test_where_there_is_one_candidate_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CANDIDATES, "up", CANDIDATES["up"][:1])
     log: list[Tile] = []
     assert choose_tiles({("up", SHAPE): lambda: log.append(tile_for("up", SHAPE))}, "card", clock({}, log)) == {}
     assert not log and tile_for("up", SHAPE) == CANDIDATES["up"][0]
