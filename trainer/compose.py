@@ -207,6 +207,8 @@ def _parse(word: str) -> Override:
         hint = "quote a value that has special characters"
         raise ValueError(f"cannot read {word!r} as key=value ({reason}); {hint}") from error
     key = override.key_or_group
+    if not key:
+        raise ValueError(f"cannot read {word!r} as key=value: it has no key")
     if override.is_add() or override.is_force_add():
         leaf_type(key)
         raise ValueError(f"{word}: settings are never added; write {key}={override.get_value_element_as_str()}")

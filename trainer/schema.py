@@ -79,6 +79,9 @@ def is_section(key: str) -> bool:
 def section_text(key: str) -> str:
     """What stands below the section `key`, and how an entry of a dict field goes away."""
     annotation = leaf_type(key)
+    above, _, name = key.rpartition(".")
+    if is_dict_entry(key) and name in typing.get_type_hints(annotation):
+        return f"{name} is a setting of an entry; did you mean {above}.NAME.{name}?"
     if typing.get_origin(annotation) is dict:
         fields = typing.get_type_hints(typing.get_args(annotation)[1])
         below, removal = f"of entries {key}.NAME, each with {', '.join(fields)}", f"; ~{key}.NAME removes one"

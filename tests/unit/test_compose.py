@@ -126,6 +126,12 @@ def test_a_section_can_stand_for_another() -> None:
         ("data.eval=null", "data.eval=null: data.eval is a section of entries data.eval.NAME, each with kind, paths, "),
         ("data.eval=null", "; ~data.eval.NAME removes one, train.eval_every=null evaluates none"),
         ("~data.eval", "; ~data.eval.NAME removes one"),
+        (
+            "data.train.paths=[a]",
+            "data.train.paths=[a]: paths is a setting of an entry; did you mean data.train.NAME.paths?",
+        ),
+        ("=1", "cannot read '=1' as key=value: it has no key"),
+        ("zoo.loss=1", "zoo.loss is not a setting"),
         ("data.train.stdlib=[a]", "data.train.stdlib is a section with kind, paths, "),
         ("data.train.stdlib=null", "; ~data.train.stdlib removes it"),
         ("data.train.stdlib.paths={}", "data.train.stdlib.paths={}: must be list of str"),
