@@ -273,15 +273,19 @@ def num_programs(tensor: Tensor, spare: int = 0) -> tuple[int]:
 
 
 def _on_sm90(tensor: Tensor) -> bool:
-    """Whether kernels for SM90 can take it: they know bf16, and Triton's interpreter does not know them."""
-    known = tensor.is_cuda and tensor.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") != "1"
-    return known and torch.cuda.get_device_capability(tensor.device)[0] == 9
+    """Whether kernels for SM90 can take it."""
+    return _on_card(tensor) and torch.cuda.get_device_capability(tensor.device)[0] == 9
+
+
+def _on_card(tensor: Tensor) -> bool:
+    """Whether kernels may use a card's own instructions, which are for bf16: Triton's interpreter knows none."""
+    return tensor.is_cuda and tensor.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 def activation_of(name: str, like: Tensor) -> dict[str, Any]:
-    """What the kernels know of the activation; Triton's interpreter has none of the card's instructions."""
-    on_card = like.is_cuda and like.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") != "1"
-    return {"CLAMPED": name == "clamped_swiglu", "LIMIT": CLAMP_LIMIT, "SLOPE": CLAMP_SLOPE, "CARD": on_card}
+    """What the kernels know of the activation."""
+    clamped = name == "clamped_swiglu"
+    return {"CLAMPED": clamped, "LIMIT": CLAMP_LIMIT, "SLOPE": CLAMP_SLOPE, "CARD": _on_card(like)}
 
 
 def empty_coded(like_PX: Tensor, width: int) -> tuple[Tensor, Tensor]:
