@@ -1,4 +1,4 @@
-"""Plan, dispatch and combine by one operator that reads its splits on the device: comms.backend=nvshmem.
+"""Plan, dispatch and combine by records that ranks get from each other: comms.backend=nvshmem.
 
 The contract is that of comms/symmetric_exchange.py: counts stay on the device, results have room for `row_bound` rows,
 the first `totals[0]` are rows in the order and with the bits of the collective backend; behind them rows are undefined,
@@ -45,7 +45,7 @@ class RecordLayout(ArenaLayout):
     def buffer_bytes(self) -> int:
         """One buffer."""
         widest = max(self.row_bytes, record_bytes(self.row_bytes // 2, BLOCK)) + self.side_bytes
-        rows = max(self.row_bound, self.return_bound) * aligned_record(widest, self.num_ranks)
+        rows = max(self.row_bound, self.return_bound) * aligned_record(widest)
         return max(rows, self.num_ranks * count_bytes(self.num_ranks))
 
     @property
@@ -56,7 +56,7 @@ class RecordLayout(ArenaLayout):
 
 def count_bytes(num_ranks: int) -> int:
     """Bytes of a record of counts."""
-    return aligned_record(8 * num_ranks, num_ranks)
+    return aligned_record(8 * num_ranks)
 
 
 @dataclass(frozen=True)
@@ -177,10 +177,11 @@ def exchange_record_counts(
     exchange, transport = _begin(state, name)
     assert num_ranks == exchange.num_ranks, (num_ranks, exchange.num_ranks)
     index_NT, sent_2N = number_rows(ids_TK, num_ranks, ids_per_rank)
-    # One record for each rank, all alike.
-    records = transport.next_input(count_bytes(num_ranks))[:num_ranks].view(torch.int32)
-    records[:, : 2 * num_ranks] = sent_2N.flatten()
-    received = transport.move(torch.ones(num_ranks, dtype=torch.int64, device=ids_TK.device))
+    # One record for all ranks, the first of each one's.
+    record = transport.next_input(count_bytes(num_ranks))[0].view(torch.int32)
+    record[: 2 * num_ranks] = sent_2N.flatten()
+    rank = torch.arange(num_ranks, dtype=torch.int32, device=ids_TK.device)
+    received = transport.move(torch.stack([torch.ones_like(rank), torch.zeros_like(rank), rank]))
     table = received[:num_ranks].view(torch.int32)[:, : 2 * num_ranks].contiguous()
     row_bound, me = exchange.layout.row_bound, exchange.rank
     routes, totals = make_routes(table, exchange.overflow, me, tag, row_bound, item_bound)
@@ -228,9 +229,10 @@ def record_dispatch(
     weight_words = words_of(weights_TK)
     side = torch.cat([weight_words, ids_TK.to(torch.int32)], 1)
     rows = words_of(encode(x_TD.contiguous(), payload))
-    records = transport.next_input(_record(exchange, rows, side))
+    records = transport.next_input(_record(rows, side))
     pack_records(records, rows, side, slots_TN)
-    received = transport.move(routes[0, exchange.rank].long())
+    count, here, there = routes[:, :, exchange.rank]
+    received = transport.move(torch.stack([count, there, here]))
     coded, side = _unpack(received, row_bound, coded_like(x_TD, payload), side, totals[:1], weight_words.shape[1])
     weights_RK = side[:, : weight_words.shape[1]].contiguous().view(-1).view(weights_TK.dtype)
     return (
@@ -276,10 +278,11 @@ def record_combine(
     """The sums per token of rows and of side columns that come back: (T, D), (T, K)."""
     exchange, transport = _begin(state, name)
     rows, side = words_of(encode(rows_RD.contiguous(), payload)), words_of(side_RK)
-    records = transport.next_input(_record(exchange, rows, side))
+    records = transport.next_input(_record(rows, side))
     place_R = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
     pack_records(records, rows, side, torch.where(place_R < totals[0], place_R, -1)[:, None])
-    received = transport.move(routes[0, :, exchange.rank].long())
+    # They lie where they were received, and come to where they were sent from.
+    received = transport.move(routes[:, exchange.rank])
     room, sent = slots_TN.shape[0] * exchange.num_ranks, routes[0, exchange.rank].sum(0, True, dtype=torch.int32)
     room = min(room, exchange.layout.return_bound)
     if payload == "model" and received.shape[1] == 4 * rows.shape[1]:
@@ -314,9 +317,9 @@ def _begin(state: Tensor, name: str) -> tuple[RecordExchange, Transport]:
     return exchange, exchange.moves
 
 
-def _record(exchange: RecordExchange, rows: Tensor, side: Tensor) -> int:
+def _record(rows: Tensor, side: Tensor) -> int:
     """Bytes of a record of these words."""
-    return aligned_record(4 * (rows.shape[1] + side.shape[1]), exchange.num_ranks)
+    return aligned_record(4 * (rows.shape[1] + side.shape[1]))
 
 
 def _unpack(

@@ -1,26 +1,26 @@
-"""What moves records between the ranks of a group with splits that stay on the device: the one call of nvshmem.
+"""What moves records between the ranks of a group by a table that stays on the device: the one user of nvshmem.
 
-A transport has buffers that last. A call is: take the next input, write records there by destination rank, and move
-them; what came lies in the output, by source rank, until the next call.
+A transport has buffers that last. A call is: take the next input, write records there, and move them; what came lies in
+the output until the next call. `table` (3, N) says what this rank gets: from each rank how many records, the first
+one's place there, and its place here.
 
     records = transport.next_input(64)      (rows, 64) uint8, anything in it
-    ...                                     records for rank 0, then for rank 1, ...
-    received = transport.move(splits_N)     (rows, 64) uint8: those of rank 0, then of rank 1, ...
+    ...                                     records, in an order that all ranks know of
+    received = transport.move(table)        (rows, 64) uint8
 
-`NvshmemTransport` is torch.ops.symm_mem.all_to_all_vdev. What its kernels ask for:
+`NvshmemTransport` lets the ranks meet, then reads (comms/kernels/get_records.py):
 
-- input, output and both tables of splits are symmetric: allocated alike by every rank of the *run*, in one order.
-- Ranks write their splits and offsets into each other's tables, meet at a barrier, then each *reads* its rows out of
-  the others' inputs. Nothing tells a rank that the others have read. So inputs and tables come in pairs, used in turn:
-  who writes into one again has been at the barrier of the call between, which nobody reaches before having finished
-  with the call before. For the same reason calls are on one stream, and no CUDA graph may capture an odd number of
-  them: capturing is refused.
-- The rows of a pair of ranks are cut into equal parts, one per thread block, and the kernel asserts that there is no
-  rest. The number of blocks follows from the size of the input: at most 64 where all ranks map each other's memory,
-  else 16, divided by the ranks. So inputs are large enough to get that number, and `record_alignment` is a multiple of
-  it.
+- They meet in torch.ops.symm_mem.all_to_all_vdev, which is asked to move nothing: on the stream, ranks of the group
+  alone, over NVLink or the network. It is not asked to move the records: its blocks read where a rank's rows begin, and
+  its first block writes over that where they went, without waiting for the others (torch 2.11; pull request 192300 of
+  pytorch says so of its twin). With other processes on the cards, a thousand exchanges had wrong rows among them.
+- Nothing tells a rank that the others have read. So inputs, and the tables of splits that the operator writes, come in
+  pairs, used in turn: who writes into one again has met the others in the call between, which nobody reaches before
+  having finished with the call before. For the same reason calls are on one stream, and no CUDA graph may capture an
+  odd number of them: capturing is refused.
+- Buffers are symmetric: allocated alike by every rank of the *run*, in one order.
 
-`CollectiveTransport` does the same on CPUs by torch.distributed, and reads splits on the host: for tests.
+`CollectiveTransport` does the same on CPUs by torch.distributed, and reads tables on the host: for tests.
 """
 
 import math
@@ -33,24 +33,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comms.kernels.codec import RECORD_ALIGNMENT
+from comms.kernels.get_records import get_records, why_not
 
-# Thread blocks of the operator's kernel with a large input: on one host, and across hosts.
-MOST_BLOCKS = (64, 16)
-# From here on an input is large: 64 blocks of 64 KiB, and one record less is still enough.
-LARGE_INPUT = 2**23
-# Ranks whose splits the kernel can add up: threads of one block.
+# Ranks whose splits the operator can add up: threads of one block.
 MAX_RANKS = 512
 
 
 class Transport(Protocol):
-    """Moves records by splits on the device; see the module."""
+    """Moves records by a table on the device; see the module."""
 
     def next_input(self, record_bytes: int) -> Tensor:
         """(rows, record_bytes) uint8: where the next call's records go."""
         ...
 
-    def move(self, splits_N: Tensor) -> Tensor:
-        """Send the input's records, so many (int64, on the device) to each rank; what came, until the next call."""
+    def move(self, table_3N: Tensor) -> Tensor:
+        """Get the records of the ranks' inputs that the table (int32, on the device) names; until the next call."""
         ...
 
     def tensors(self) -> Sequence[Tensor]:
@@ -58,15 +55,9 @@ class Transport(Protocol):
         ...
 
 
-def record_alignment(num_ranks: int) -> int:
-    """What the bytes of a record are a multiple of, so that the operator can cut any number of records evenly."""
-    return math.lcm(RECORD_ALIGNMENT, *(max(blocks // num_ranks, 1) for blocks in MOST_BLOCKS))
-
-
-def aligned_record(num_bytes: int, num_ranks: int) -> int:
+def aligned_record(num_bytes: int) -> int:
     """Bytes of a record that holds so many."""
-    alignment = record_alignment(num_ranks)
-    return max(-(-num_bytes // alignment), 1) * alignment
+    return max(-(-num_bytes // RECORD_ALIGNMENT), 1) * RECORD_ALIGNMENT
 
 
 def as_records(buffer: Tensor, record_bytes: int) -> Tensor:
@@ -81,6 +72,7 @@ class _Buffers:
 
     inputs: list[Tensor]
     output: Tensor
+    # Of the operator: what this rank sends to each, which is nothing; what it would get.
     in_splits: Tensor
     out_splits_offsets: list[Tensor]
     turn: int = 0
@@ -117,14 +109,16 @@ def _allocate(group: dist.ProcessGroup, device: torch.device, num_bytes: int) ->
 
 
 class NvshmemTransport:
-    """By torch's NVSHMEM operator. Making one is collective over all ranks of the run, and alike on all of them."""
+    """By NVSHMEM. Making one is collective over all ranks of the run, and alike on all of them."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
-        self.group_name, self.record_bytes = group.group_name, 1
-        key = group.group_name, max(num_bytes, LARGE_INPUT)
+        self.group, self.record_bytes = group, 1
+        # NVSHMEM knows a rank by its number in the run.
+        self.ranks_N = torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int32, device=device)
+        key = group.group_name, num_bytes
         # Another transport may have used them: as with one transport's calls, the turn goes on.
         if key not in _BUFFERS:
-            _BUFFERS[key] = _allocate(group, device, key[1])
+            _BUFFERS[key] = _allocate(group, device, num_bytes)
         self.buffers = _BUFFERS[key]
 
     def next_input(self, record_bytes: int) -> Tensor:
@@ -135,14 +129,22 @@ class NvshmemTransport:
         buffers.turn, self.record_bytes = 1 - buffers.turn, record_bytes
         return as_records(buffers.inputs[buffers.turn], record_bytes)
 
-    def move(self, splits_N: Tensor) -> Tensor:
+    def move(self, table_3N: Tensor) -> Tensor:
         """See Transport."""
+        received = self.call_operator()
+        records = as_records(self.buffers.inputs[self.buffers.turn], self.record_bytes)
+        with torch.cuda.device(records.device):
+            get_records(records, received, table_3N, self.ranks_N, self.group.rank())
+        return received
+
+    def call_operator(self) -> Tensor:
+        """Meet the other ranks; torch's operator moves what `in_splits` says, which is nothing."""
         buffers = self.buffers
         records = as_records(buffers.inputs[buffers.turn], self.record_bytes)
         received = as_records(buffers.output, self.record_bytes)
-        buffers.in_splits.copy_(splits_N)
         operator: Any = torch.ops.symm_mem.all_to_all_vdev
-        operator(records, received, buffers.in_splits, buffers.out_splits_offsets[buffers.turn], self.group_name)
+        splits, offsets = buffers.in_splits, buffers.out_splits_offsets[buffers.turn]
+        operator(records, received, splits, offsets, self.group.group_name)
         return received
 
     def tensors(self) -> Sequence[Tensor]:
@@ -164,17 +166,23 @@ class CollectiveTransport:
         self.turn, self.record_bytes = 1 - self.turn, record_bytes
         return as_records(self.inputs[self.turn].fill_(255), record_bytes)
 
-    def move(self, splits_N: Tensor) -> Tensor:
+    def move(self, table_3N: Tensor) -> Tensor:
         """See Transport."""
-        # As the operator's kernel asserts.
-        assert self.record_bytes % record_alignment(self.group.size()) == 0, self.record_bytes
-        received_N = torch.empty_like(splits_N)
-        dist.all_to_all_single(received_N, splits_N.contiguous(), group=self.group)  # pyright: ignore
-        sent: list[int] = splits_N.tolist()  # pyright: ignore
-        came: list[int] = received_N.tolist()  # pyright: ignore
+        assert self.record_bytes % RECORD_ALIGNMENT == 0, self.record_bytes
+        me, num_ranks = self.group.rank(), self.group.size()
+        tables = [torch.empty_like(table_3N) for _ in range(num_ranks)]
+        dist.all_gather(tables, table_3N.contiguous(), group=self.group)  # pyright: ignore
+        mine: list[list[int]] = table_3N.tolist()  # pyright: ignore
+        asked: list[list[int]] = [table[:, me].tolist() for table in tables]  # pyright: ignore
         records = as_records(self.inputs[self.turn], self.record_bytes)
         received = as_records(self.output.fill_(255), self.record_bytes)
-        dist.all_to_all_single(received[: sum(came)], records[: sum(sent)], came, sent, group=self.group)  # pyright: ignore
+        sent = torch.cat([records[place : place + count] for count, place, _ in asked])
+        came = records.new_empty(sum(mine[0]), self.record_bytes)
+        dist.all_to_all_single(came, sent, mine[0], [count for count, _, _ in asked], group=self.group)  # pyright: ignore
+        first = 0
+        for count, place in zip(mine[0], mine[2], strict=True):
+            received[place : place + count] = came[first : first + count]
+            first += count
         self.calls += 1
         return received
 
@@ -184,7 +192,7 @@ class CollectiveTransport:
 
 
 def nvshmem_unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """Why the ranks of a group cannot use torch's NVSHMEM operator; None if they can. Collective over the group."""
+    """Why the ranks of a group cannot use NVSHMEM by way of torch; None if they can. Collective over the group."""
     if device.type != "cuda":
         return "it needs GPUs"
     if group is None or group.size() == 1:
@@ -210,6 +218,8 @@ def _missing(device: torch.device) -> str:
         return f"torch {torch.__version__} has no operator symm_mem.all_to_all_vdev"
     if torch.cuda.get_device_capability(device)[0] < 7:
         return "its kernels need GPUs of compute capability 7.0"
+    if lacking := why_not():
+        return lacking
     if symmetric.get_backend(device) != "NVSHMEM":
         try:
             symmetric.set_backend("NVSHMEM")

@@ -1,6 +1,7 @@
 """The column of scripts/bench_comms.py for NVSHMEM's all_to_all_vdev, as torch has it: rows by splits on the device."""
 
 import argparse
+import math
 import os
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comms.record_transport import NvshmemTransport, aligned_record
+from comms.kernels.codec import RECORD_ALIGNMENT
+from comms.record_transport import NvshmemTransport
 from scripts.bench_ranks import Measure, measure_on_ranks
 from scripts.bench_times import slowest
 
@@ -18,14 +20,17 @@ def vdev(record: Tensor, send_counts: list[int], num_tokens: int, rounds: int) -
     group = dist.group.WORLD
     assert group is not None
     (rows, width), device = record.shape, record.device
-    size, splits = aligned_record(width, group.size()), torch.tensor(send_counts, device=device)
-    transport = NvshmemTransport(group, device, group.size() * num_tokens * size)
+    # Its blocks, 64 with an input of so many bytes, share a rank's rows without a rest.
+    unit = math.lcm(RECORD_ALIGNMENT, max(64 // group.size(), 1))
+    size = -(-width // unit) * unit
+    transport = NvshmemTransport(group, device, max(group.size() * num_tokens * size, 2**23))
+    transport.buffers.in_splits.copy_(torch.tensor(send_counts))
     for _ in range(2):
         transport.next_input(size)[:rows, :width] = record
 
     def move() -> None:
         transport.next_input(size)
-        transport.move(splits)
+        transport.call_operator()
 
     return slowest(move, device, rounds)
 

@@ -1,0 +1,89 @@
+"""Gets records out of the other ranks' symmetric memory, where the device alone knows which.
+
+    table (3, N)    from each rank: how many records, the first one's place there, its place here
+
+Worked example, of rank 0 of 2: [[2, 1], [0, 2], [0, 2]] reads its own records 0 and 1 to places 0 and 1, and record 2
+of rank 1 to place 2.
+
+Every rank has put its records in place when this begins, and leaves them there until all have got theirs: whoever
+launches it sees to both.
+
+Shape suffixes: N ranks.
+"""
+
+# Kernels are written in Triton's language, which has no types: nor have the arguments of a launch.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false
+# ruff: noqa: ANN001, ANN201
+
+from functools import cache
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from comms.kernels.codec import RECORD_ALIGNMENT
+
+# Programs of one launch, divided by the ranks: enough for NVLink, and few messages of a network. Their warps.
+PROGRAMS, WARPS = 64, 16
+
+
+def get_records(inputs_SB: Tensor, output_SB: Tensor, table_3N: Tensor, ranks_N: Tensor, me: int) -> None:
+    """Read what this rank is to get out of the others' `inputs`, which are symmetric, into `output`.
+
+    Args:
+        inputs_SB: uint8, of all ranks alike: records of B bytes, a multiple of 16.
+        table_3N: int32; see the module.
+        ranks_N: int32, the numbers that NVSHMEM knows the ranks by.
+        me: this rank's own number among the N.
+    """
+    num_ranks = table_3N.shape[1]
+    parts = max(PROGRAMS // num_ranks, 1)
+    kernel, get = _of_nvshmem()
+    kernel[(num_ranks * parts,)](
+        inputs_SB, output_SB, table_3N.contiguous(), ranks_N, me, inputs_SB.shape[1],
+        NUM_RANKS=num_ranks, PARTS=parts, UNIT=RECORD_ALIGNMENT, GET=get, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def why_not() -> str:
+    """What Triton kernels lack to call NVSHMEM, or nothing."""
+    try:
+        _of_nvshmem()
+    except (ImportError, AttributeError) as error:
+        import torch
+
+        return f"torch {torch.__version__} has no NVSHMEM for Triton's kernels ({error})"
+    except RuntimeError as error:
+        return f"{str(error).splitlines()[0]}: pip install 'sluicegate[nvshmem]', or set NVSHMEM_LIB_DIR"
+    return ""
+
+
+@cache
+def _of_nvshmem() -> tuple[Any, Any]:
+    """The kernel, linked with NVSHMEM's device library, and NVSHMEM's own get."""
+    import torch.distributed._symmetric_memory._nvshmem_triton as nvshmem
+
+    # Of those that there are, it is the one that a block does together, and that returns when the bytes are there.
+    return nvshmem.requires_nvshmem(get_records_kernel), nvshmem.get
+
+
+@triton.jit(do_not_specialize=["me"])
+def get_records_kernel(
+    inputs, output, table, ranks, me, record,
+    NUM_RANKS: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, GET: tl.constexpr,
+):  # fmt: skip
+    """One program: one of PARTS equal parts of what one rank has for this one.
+
+    GET: get(here, there, bytes, rank), where `there` is an address of this rank's own memory.
+    """
+    rank, part = (me + tl.program_id(0) // PARTS) % NUM_RANKS, tl.program_id(0) % PARTS
+    num_bytes = tl.load(table + rank).to(tl.int64) * record
+    theirs = tl.load(table + NUM_RANKS + rank).to(tl.int64) * record
+    ours = tl.load(table + 2 * NUM_RANKS + rank).to(tl.int64) * record
+    # Parts begin where 16 bytes do, so that they are read in such.
+    size = tl.cdiv(num_bytes, PARTS * UNIT) * UNIT
+    begin = part * size
+    size = tl.minimum(size, num_bytes - begin)
+    if size > 0:
+        GET(output + ours + begin, inputs + theirs + begin, size, tl.load(ranks + rank))
