@@ -23,7 +23,6 @@ from torch import Tensor
 
 from moe import quantized_gemm
 from moe.config import LOW_PRECISION
-from moe.kernels import fp8_gemm, fp8_gemm_sm90
 from moe.quantize import Quantized, fp8_rows, fp8_squares, fp8_squares_transposed, mxfp8_columns, mxfp8_rows
 from moe.quantized_gemm import GatedGemm, QuantizedGemm, exact_columns, exact_rows, native_columns, native_rows
 
@@ -92,7 +91,7 @@ def resolve_recipe(name: str, device: torch.device, wgrad: str = "recipe") -> Re
             weight_transposed=fp8_squares_transposed,
             multiply_rows=quantized_gemm.fp8_rows if native else exact_rows,
             fused=native,
-            multiply_gated=quantized_gemm.fp8_gated if native and fp8_gemm.ON_CARDS is fp8_gemm_sm90 else None,
+            multiply_gated=quantized_gemm.fp8_gated if native else None,
         )
     if capability not in (None, 9, 10):
         raise _refusal(name, title, "SM100 (B200, GB200), SM90 (H100, H200) and CPUs")
