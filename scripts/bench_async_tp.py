@@ -347,41 +347,55 @@ def precision_of(arguments: argparse.Namespace) -> PrecisionConfig:
 
 
 def measure_blocks(arguments: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Milliseconds of forward and backward of a model of two dense blocks, per value of parallel.async_tp."""
+    """Milliseconds of forward and backward of a model of two dense blocks, per value of parallel.async_tp.
+
+    Both are of cards at work, by turns: what is measured first would find them cool, and faster.
+    """
     set_pieces(8 if arguments.dry_run else 0)
-    found: dict[str, float] = {}
-    for mode in ("none", "native"):
-        compiled = not (arguments.eager or arguments.dry_run)
-        mesh = build_mesh(ParallelConfig(tp=arguments.nproc, async_tp=mode, compile=compiled), device)
-        batch_size = 2 if arguments.dry_run else 4
-        config = Config(
-            train=TrainConfig(
-                global_batch_size=batch_size,
-                micro_batch_size=batch_size,
-                seq_len=16 if arguments.dry_run else BLOCKS.max_seq_len,
-            ),
-            model=TINY if arguments.dry_run else BLOCKS,
-            parallel=mesh.config,
-            precision=precision_of(arguments),
-        )
-        model = build_model(config, mesh)
-        (batch,) = synthetic_batches(config, mesh, 0)
-        if device.type == "cuda":
-            # As in training: a copy from other memory would make the host wait, and the device after it.
-            batch = batch.pin_memory()
-
-        def step(model: Any = model, batch: Any = batch, mask: bool = config.data.document_mask) -> None:
-            output = forward(model, batch, device, mask)
-            assert output.loss_sum is not None
-            output.loss_sum.backward()
-            model.zero_grad(set_to_none=True)
-
-        calls = 1 if arguments.dry_run else 5
-        if arguments.trace is not None:
+    steps = {mode: blocks_step(arguments, device, mode) for mode in ("none", "native")}
+    if arguments.trace is not None:
+        for mode, step in steps.items():
             trace_step(step, arguments.trace / f"blocks_{mode}.json.gz")
-        rounds = [seconds_of(step, device, calls) for _ in range(arguments.rounds + 1)][1:]
-        found[mode] = 1e3 * max_over_ranks(statistics.median(rounds))
-    return found
+    warm, calls = (0, 1) if arguments.dry_run else (10, 10)
+    rounds: dict[str, list[float]] = {mode: [] for mode in steps}
+    for number in range(arguments.rounds + 1):
+        for mode in list(steps) if number % 2 else reversed(list(steps)):
+            for _ in range(warm):
+                steps[mode]()
+            seconds = seconds_of(steps[mode], device, calls)
+            if number:
+                rounds[mode].append(seconds)
+    return {mode: 1e3 * max_over_ranks(statistics.median(found)) for mode, found in rounds.items()}
+
+
+def blocks_step(arguments: argparse.Namespace, device: torch.device, mode: str) -> Callable[[], None]:
+    """Forward and backward of two dense blocks with this parallel.async_tp."""
+    compiled = not (arguments.eager or arguments.dry_run)
+    mesh = build_mesh(ParallelConfig(tp=arguments.nproc, async_tp=mode, compile=compiled), device)
+    batch_size = 2 if arguments.dry_run else 4
+    config = Config(
+        train=TrainConfig(
+            global_batch_size=batch_size,
+            micro_batch_size=batch_size,
+            seq_len=16 if arguments.dry_run else BLOCKS.max_seq_len,
+        ),
+        model=TINY if arguments.dry_run else BLOCKS,
+        parallel=mesh.config,
+        precision=precision_of(arguments),
+    )
+    model = build_model(config, mesh)
+    (batch,) = synthetic_batches(config, mesh, 0)
+    if device.type == "cuda":
+        # As in training: a copy from other memory would make the host wait, and the device after it.
+        batch = batch.pin_memory()
+
+    def step() -> None:
+        output = forward(model, batch, device, config.data.document_mask)
+        assert output.loss_sum is not None
+        output.loss_sum.backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
 
 
 def trace_step(step: Callable[[], None], path: Path) -> None:
