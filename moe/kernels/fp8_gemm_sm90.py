@@ -145,8 +145,8 @@ def _bring(a_desc, b_desc, ring, offsets, size, how: gl.constexpr, GATED: gl.con
     first = gl.program_id(0)
     for expert in range(num_experts):
         start, count, tiles = tiles_of_expert(offsets, expert, tiles_n, 128)
-        for tile in range(first, tiles, PROGRAMS):
-            m, n = place_of_tile(tile, gl.cdiv(count, 128), tiles_n, GROUP)
+        for ahead in range(0, tiles - first, PROGRAMS):
+            m, n = place_of_tile(first + ahead, gl.cdiv(count, 128), tiles_n, GROUP)
             row = start + m * 128
             left_block, further = _blocks(n, width, GATED)
             left = expert * width + left_block * 128
@@ -181,8 +181,8 @@ def _multiply(half: gl.constexpr, ring, summed, size, once, how: gl.constexpr, g
     first = gl.program_id(0)
     for expert in range(num_experts):
         start, count, tiles = tiles_of_expert(offsets, expert, tiles_n, 128)
-        for tile in range(first, tiles, PROGRAMS):
-            m, n = place_of_tile(tile, gl.cdiv(count, 128), tiles_n, GROUP)
+        for ahead in range(0, tiles - first, PROGRAMS):
+            m, n = place_of_tile(first + ahead, gl.cdiv(count, 128), tiles_n, GROUP)
             row = start + m * 128 + half * 64
             # Behind the last row of all: rows that are not stored may have any scale.
             at_a = a_scales + gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, mma)), num_rows - 1)

@@ -154,8 +154,8 @@ def _bring_rows(a_desc, b_desc, ring, offsets, size, how: gl.constexpr):
     first = gl.program_id(0)
     for expert in range(num_experts):
         start, count, tiles = tiles_of_expert(offsets, first_segment + expert, tiles_n, 128)
-        for tile in range(first, tiles, PROGRAMS):
-            m, n = place_of_tile(tile, gl.cdiv(count, 128), tiles_n, GROUP)
+        for ahead in range(0, tiles - first, PROGRAMS):
+            m, n = place_of_tile(first + ahead, gl.cdiv(count, 128), tiles_n, GROUP)
             row = start + m * 128
             for k in range(steps):
                 stage = step % STAGES
@@ -191,8 +191,8 @@ def _multiply_rows(half: gl.constexpr, ring, staging, out_desc, offsets, size, h
     first = gl.program_id(0)
     for expert in range(num_experts):
         start, count, tiles = tiles_of_expert(offsets, first_segment + expert, tiles_n, 128)
-        for tile in range(first, tiles, PROGRAMS):
-            m, n = place_of_tile(tile, gl.cdiv(count, 128), tiles_n, GROUP)
+        for ahead in range(0, tiles - first, PROGRAMS):
+            m, n = place_of_tile(first + ahead, gl.cdiv(count, 128), tiles_n, GROUP)
             total = rows_times_weights(half, ring, steps, step, how, TRANSPOSED, False)
             step += steps
             beyond, end, row = to_ragged_indices(start, count, m * 128 + half * 64)

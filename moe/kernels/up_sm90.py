@@ -111,8 +111,8 @@ def _bring_indexed(x, rows, w_desc, ring, offsets, size, how: gl.constexpr):
     first = gl.program_id(0)
     for expert in range(num_experts):
         start, count, tiles = tiles_of_expert(offsets, first_segment + expert, tiles_n, 128)
-        for tile in range(first, tiles, PROGRAMS):
-            m, n = place_of_tile(tile, gl.cdiv(count, 128), tiles_n, GROUP)
+        for ahead in range(0, tiles - first, PROGRAMS):
+            m, n = place_of_tile(first + ahead, gl.cdiv(count, 128), tiles_n, GROUP)
             upper = start + m * 128 + gl.arange(0, 64, gl.SliceLayout(1, wide))
             # Row 0 behind the expert's last pair.
             upper_row = gl.load(rows + upper, mask=upper < start + count, other=0).to(gl.int64)
@@ -153,8 +153,8 @@ def _multiply_gated(
     first = gl.program_id(0)
     for expert in range(num_experts):
         start, count, tiles = tiles_of_expert(offsets, first_segment + expert, tiles_n, 128)
-        for tile in range(first, tiles, PROGRAMS):
-            m, n = place_of_tile(tile, gl.cdiv(count, 128), tiles_n, GROUP)
+        for ahead in range(0, tiles - first, PROGRAMS):
+            m, n = place_of_tile(first + ahead, gl.cdiv(count, 128), tiles_n, GROUP)
             total = rows_times_weights(half, ring, steps, step, how, False, True)
             step += steps
             gate, up = gl.split(gl.permute(gl.reshape(total, [64, 2, 128]), (0, 2, 1)))

@@ -78,7 +78,11 @@ def place_of_tile(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 @gluon.jit
 def next_expert(first, tiles, PROGRAMS: gl.constexpr):
-    """The program's first tile of the next expert, counted from that expert's own first."""
+    """The program's first tile of the next expert, counted from that expert's own first.
+
+    It is the lower bound of no loop: what a loop hands on and only bounds of loops within it use, Triton (3.6, 3.7)
+    takes for unused, and each turn begins with the first one's (ForOpDeadArgElimination).
+    """
     return first + gl.cdiv(gl.maximum(tiles - first, 0), PROGRAMS) * PROGRAMS - tiles
 
 

@@ -18,12 +18,16 @@ MOST_SHARED = 227 * 1024
 
 
 class Compiled(NamedTuple):
-    """Code of a kernel, its shared memory in bytes, its warps, bytes of registers that are spilled."""
+    """Code of a kernel, its shared memory in bytes, its warps, bytes of registers that are spilled; and its walks.
+
+    Walks over experts: loops that hand on the step and the first tile. See moe.kernels.warps_sm90.next_expert.
+    """
 
     ptx: str
     shared: int
     warps: int
     spilled: int
+    walks: int
 
 
 def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], aligned: list[str]) -> Compiled:
@@ -42,7 +46,8 @@ def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[str
     )
     compiled = triton.compile(source, target=SM90, options={"num_warps": 4})
     ptx, known = compiled.asm["ptx"], compiled.metadata
-    return Compiled(ptx, known.shared, known.num_warps, _spilled(ptx))
+    walks = len(re.findall(r"scf\.for .* = %first\) -> \(i32, i32\)", compiled.asm["ttgir"]))
+    return Compiled(ptx, known.shared, known.num_warps, _spilled(ptx), walks)
 
 
 def _spilled(ptx: str) -> int:

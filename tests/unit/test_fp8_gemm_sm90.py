@@ -120,6 +120,6 @@ def test_compiles_without_spilling(gated: bool, clamped: bool) -> None:
     compiled = compile_kernel(fp8_kernel, types, constants | absent, aligned)
     assert compiled.shared <= MOST_SHARED and compiled.spilled == 0
     # Two warpgroups that multiply, and one for the warp that brings blocks.
-    assert compiled.warps == 12
+    assert compiled.warps == 12 and compiled.walks == 3
     product = r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3"
     assert len(re.findall(product, compiled.ptx)) == 16

@@ -205,6 +205,7 @@ def test_rows_compile_without_spilling(transposed: bool) -> None:
     constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8, "LAG": LAG, "TRANSPOSED": transposed}
     compiled = compile_kernel(rows_kernel, {**types, "offsets": "*i32"}, constants, ["inner", "width"])
     check_compiled(compiled)
+    assert compiled.walks == 3
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -217,6 +218,7 @@ def test_up_compiles(biased: bool) -> None:
     compiled = compile_kernel(up_kernel, types, constants, ["x", "dim", "hidden"])
     # Some numbers of the epilogue, once in a tile.
     check_compiled(compiled, spilled=32)
+    assert compiled.walks == 3
     # Rows come 16 bytes at a time.
     assert len(re.findall(r"cp\.async\.cg\.shared\.global .*0x10", compiled.ptx)) == 8
 
