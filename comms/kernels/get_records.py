@@ -15,6 +15,8 @@ Shape suffixes: N ranks.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false
 # ruff: noqa: ANN001, ANN201
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -39,17 +41,18 @@ def get_records(inputs_SB: Tensor, output_SB: Tensor, table_3N: Tensor, ranks_N:
     """
     num_ranks = table_3N.shape[1]
     parts = max(PROGRAMS // num_ranks, 1)
-    kernel, get = _of_nvshmem()
-    kernel[(num_ranks * parts,)](
-        inputs_SB, output_SB, table_3N.contiguous(), ranks_N, me, inputs_SB.shape[1],
-        NUM_RANKS=num_ranks, PARTS=parts, UNIT=RECORD_ALIGNMENT, GET=get, num_warps=WARPS,
-    )  # fmt: skip
+    kernel, hook = _kernel_of_nvshmem()
+    with _hooked(hook):
+        kernel[(num_ranks * parts,)](
+            inputs_SB, output_SB, table_3N.contiguous(), ranks_N, me, inputs_SB.shape[1],
+            NUM_RANKS=num_ranks, PARTS=parts, UNIT=RECORD_ALIGNMENT, num_warps=WARPS,
+        )  # fmt: skip
 
 
 def why_not() -> str:
     """What Triton kernels lack to call NVSHMEM, or nothing."""
     try:
-        _of_nvshmem()
+        _kernel_of_nvshmem()
     except (ImportError, AttributeError) as error:
         import torch
 
@@ -60,23 +63,40 @@ def why_not() -> str:
 
 
 @cache
-def _of_nvshmem() -> tuple[Any, Any]:
-    """The kernel, linked with NVSHMEM's device library, and NVSHMEM's own get."""
+def _kernel_of_nvshmem() -> tuple[Any, Any]:
+    """The kernel, linked with NVSHMEM's device library, and what Triton is to call when it has compiled it."""
+    global get
     import torch.distributed._symmetric_memory._nvshmem_triton as nvshmem
 
     # Of those that there are, it is the one that a block does together, and that returns when the bytes are there.
-    return nvshmem.requires_nvshmem(get_records_kernel), nvshmem.get
+    get = nvshmem.get
+    with _hooked(None):
+        kernel = nvshmem.requires_nvshmem(get_records_kernel)
+        return kernel, triton.knobs.runtime.jit_post_compile_hook
+
+
+@contextmanager
+def _hooked(hook: Any) -> Generator[None]:
+    """With this hook, which torch leaves in place: with it Triton writes every kernel's arguments as JSON, or fails."""
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = hook
+    try:
+        yield
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
+
+
+# get(here, there, bytes, rank), where `there` is an address of this rank's own memory. It is no argument of the kernel:
+# see _hooked.
+get: Any = None
 
 
 @triton.jit(do_not_specialize=["me"])
 def get_records_kernel(
     inputs, output, table, ranks, me, record,
-    NUM_RANKS: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, GET: tl.constexpr,
+    NUM_RANKS: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One program: one of PARTS equal parts of what one rank has for this one.
-
-    GET: get(here, there, bytes, rank), where `there` is an address of this rank's own memory.
-    """
+    """One program: one of PARTS equal parts of what one rank has for this one."""
     rank, part = (me + tl.program_id(0) // PARTS) % NUM_RANKS, tl.program_id(0) % PARTS
     num_bytes = tl.load(table + rank).to(tl.int64) * record
     theirs = tl.load(table + NUM_RANKS + rank).to(tl.int64) * record
@@ -86,4 +106,4 @@ def get_records_kernel(
     begin = part * size
     size = tl.minimum(size, num_bytes - begin)
     if size > 0:
-        GET(output + ours + begin, inputs + theirs + begin, size, tl.load(ranks + rank))
+        get(output + ours + begin, inputs + theirs + begin, size, tl.load(ranks + rank))
