@@ -23,6 +23,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from comms.kernels.codec import RECORD_ALIGNMENT
 
@@ -72,18 +73,18 @@ def _kernel_of_nvshmem() -> tuple[Any, Any]:
     get = nvshmem.get
     with _hooked(None):
         kernel = nvshmem.requires_nvshmem(get_records_kernel)
-        return kernel, triton.knobs.runtime.jit_post_compile_hook
+        return kernel, knobs.runtime.jit_post_compile_hook
 
 
 @contextmanager
 def _hooked(hook: Any) -> Generator[None]:
     """With this hook, which torch leaves in place: with it Triton writes every kernel's arguments as JSON, or fails."""
-    before = triton.knobs.runtime.jit_post_compile_hook
-    triton.knobs.runtime.jit_post_compile_hook = hook
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = hook
     try:
         yield
     finally:
-        triton.knobs.runtime.jit_post_compile_hook = before
+        knobs.runtime.jit_post_compile_hook = before
 
 
 # get(here, there, bytes, rank), where `there` is an address of this rank's own memory. It is no argument of the kernel:
