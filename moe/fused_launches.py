@@ -63,7 +63,9 @@ def launch_up(
     tile = tile_for("up", (E, D, F))
     if rows_P.shape[0] == 0:
         return
-    if tile.specialized and kept is None and D % up_sm90.DEPTH == 0 and F % 8 == 0 and _on_sm90(rows_RD):
+    # Rows come 16 bytes at a time.
+    in_units = D % up_sm90.DEPTH == 0 and F % 8 == 0 and rows_RD.data_ptr() % 16 == 0
+    if tile.specialized and kept is None and in_units and _on_sm90(rows_RD):
         made, programs = (h_PH, a_PF, activation_of(activation, rows_RD)), num_programs(rows_RD, spare)[0]
         given = rows_RD, rows_P, weights_P, w_E2FD, b_E2F, ends_S
         up_sm90.launch_up(*given, *made, tile.group, programs, chunk * E)
