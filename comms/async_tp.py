@@ -15,8 +15,8 @@ one gather. A weight's gradient is one product over all rows: it accumulates in 
 
 The order of work: a gather multiplies this rank's rows first, then those of the ranks after it as they come; a scatter
 computes for the ranks after it first and for itself last. Neither shows in results: rows are put in their places, and
-parts are rounded to the dtype of x, then summed in fp32 in ascending rank order and rounded once. Few rows take the
-plain path: a collective and then the product, or the other way round; forward's gathered rows are then kept.
+parts are rounded to the dtype of x, then summed in fp32 in ascending rank order and rounded once. Small products take
+the plain path: a collective and then the product, or the other way round; forward's gathered rows are then kept.
 
 Weights may multiply in low precision (comms/products.py). Rows that all weights want coded travel coded, which is what
 would have been made of them after the gather, in half of the bytes or less; the rest travels as it is.
@@ -40,9 +40,10 @@ from comms.peer_buffers import buffers_of
 from comms.products import AS_THEY_ARE, Product, find_product
 from comms.shard_transport import Inbox, Messages, Transport
 
-# Rows of all ranks together (times what comes before the split dim) from which GPUs overlap; with fewer, the launches
-# and signals cost more than the transfer that they hide. To be set from scripts/bench_async_tp.py.
-FUSED_ROWS = 4096
+# Multiplications of one rank, over all that share a gather, from which GPUs overlap: rows of all ranks x X x Y. With
+# fewer, backward's launches and signals take longer than the transfer that they hide: on two H200, 2048 rows x 8192 x
+# 4096 win and 2048 x 4096 x 4096 lose (scripts/bench_async_tp.py).
+FUSED_WORK = 2**36
 
 
 def all_gather_matmul(
@@ -50,7 +51,7 @@ def all_gather_matmul(
     weights: Sequence[Tensor],
     dim: int,
     group_name: str,
-    min_rows: int | None = None,
+    min_work: int | None = None,
     products: Sequence[str] | None = None,
 ) -> tuple[Tensor, ...]:
     """Gather `x` over the ranks along `dim`, and multiply: (..., rows, ..., X) and (Y, X) -> (..., N * rows, ..., Y).
@@ -58,12 +59,13 @@ def all_gather_matmul(
     Args:
         weights: one or more, in nn.Linear's orientation; they share the gather.
         dim: the dim that is split over the ranks. The last one is not overlapped.
-        min_rows: rows of all ranks from which transfers overlap; None: FUSED_ROWS on GPUs, any number on CPUs.
+        min_work: multiplications of this rank from which transfers overlap; None: FUSED_WORK on GPUs, any on CPUs.
         products: names of how each weight multiplies (comms/products.py); None: all in the dtype of x.
     """
     dim, size = dim % x.dim(), _size(group_name)
     products = [AS_THEY_ARE] * len(weights) if products is None else list(products)
-    if dim == x.dim() - 1 or size * _num_rows(x) < _threshold(x, min_rows):
+    work = size * x.numel() * sum(weight.shape[0] for weight in weights)
+    if dim == x.dim() - 1 or not _overlaps(work, x.device, min_work):
         whole = gather_dim(x, dim, group_name)
         pairs = zip(products, weights, strict=True)
         return tuple(find_product(product).linear(whole, weight) for product, weight in pairs)
@@ -74,7 +76,7 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, dim: int, group_name: str, min_rows: int | None = None, product: str = AS_THEY_ARE
+    x: Tensor, weight: Tensor, dim: int, group_name: str, min_work: int | None = None, product: str = AS_THEY_ARE
 ) -> Tensor:
     """Sum x @ weight.T over the ranks, each keeping its part of `dim`: (..., N * rows, ..., X) -> (..., rows, ..., Y).
 
@@ -85,34 +87,30 @@ def matmul_reduce_scatter(
     # The last dim's size is that of the weight; what scatters it says so itself.
     if dim != x.dim() - 1 and shape[dim] % size:
         raise ValueError(f"dim {dim} of {tuple(shape)} cannot be scattered over {size} ranks: it does not divide")
-    if dim == x.dim() - 1 or _num_rows(x) < _threshold(x, min_rows):
+    if dim == x.dim() - 1 or not _overlaps(x.numel() * weight.shape[0], x.device, min_work):
         return reduce_scatter(find_product(product).linear(x, weight), dim, group_name)
     shape[dim] //= size
     found = _MatmulScatter.apply(_as_rows(x, dim), weight, group_name, product)  # pyright: ignore
     return cast(Tensor, found).reshape(*shape[:-1], weight.shape[0])
 
 
-def is_overlapped(num_rows: int, device: torch.device) -> bool:
-    """Whether so many rows of all ranks together overlap with their transfer, by default."""
-    return device.type != "cuda" or num_rows >= FUSED_ROWS
+def is_overlapped(work: int, device: torch.device) -> bool:
+    """Whether products of so many multiplications of one rank overlap with their transfer, by default."""
+    return _overlaps(work, device, None)
 
 
 def _size(group_name: str) -> int:
     return _get_group_size_by_name(group_name)  # pyright: ignore
 
 
-def _num_rows(x: Tensor) -> int:
-    return x.numel() // x.shape[-1]
-
-
 def _as_rows(x: Tensor, dim: int) -> Tensor:
     return x.reshape(math.prod(x.shape[:dim]), -1, x.shape[-1])
 
 
-def _threshold(x: Tensor, min_rows: int | None) -> int:
-    if min_rows is not None:
-        return min_rows
-    return FUSED_ROWS if x.is_cuda else 0
+def _overlaps(work: int, device: torch.device, min_work: int | None) -> bool:
+    if min_work is None:
+        min_work = FUSED_WORK if device.type == "cuda" else 0
+    return work >= min_work
 
 
 # Operators take no lists of names.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from comms.async_tp import FUSED_ROWS, is_overlapped
+from comms.async_tp import FUSED_WORK, is_overlapped
 from comms.peer_buffers import set_timeout
 from comms.symmetric_memory import unavailable
 from parallel.mesh import Mesh
@@ -64,29 +64,32 @@ def connect_async_tp(model: nn.Module, mesh: Mesh, num_rows: int) -> AsyncChoice
         return AsyncChoice("inductor", 0)
     if mesh.device.type == "cuda" and (reason := unavailable(mesh.tp.get_group(), mesh.device)):
         raise ValueError(f"parallel.async_tp=native cannot run here: {reason}; set parallel.async_tp=none")
-    num_fused = count_fused(model)
-    if num_fused == 0:
+    found = transfers_of(model, num_rows)
+    num_maps, most = sum(maps for maps, _ in found), max((work for _, work in found), default=0)
+    if num_maps == 0:
         raise ValueError(
             "parallel.async_tp=native finds no matmul to fuse: the model has none that tensor parallelism splits; set "
             "parallel.async_tp=none"
         )
-    if not is_overlapped(num_rows, mesh.device):
+    num_fused = sum(maps for maps, work in found if is_overlapped(work, mesh.device))
+    if num_fused == 0:
         raise ValueError(
-            f"parallel.async_tp=native fuses none of {num_fused} matmuls: a pass has {num_rows} tokens "
-            f"(train.micro_batch_size x train.seq_len / parallel.cp), and overlapping pays from {FUSED_ROWS}; make it "
-            "larger, or set parallel.async_tp=none"
+            f"parallel.async_tp=native fuses none of {num_maps} matmuls: with {num_rows} tokens a pass "
+            f"(train.micro_batch_size x train.seq_len / parallel.cp) the largest is {most:.2g} multiplications of a "
+            f"rank, and overlapping pays from {FUSED_WORK:.2g}; make passes larger, or set parallel.async_tp=none"
         )
     set_timeout(mesh.tp.get_group().group_name, mesh.config.timeout_seconds)
     return AsyncChoice("native", num_fused)
 
 
-def count_fused(model: nn.Module) -> int:
-    """How many maps overlap: all that tensor parallelism splits."""
-    return sum(
-        maps.count(module)
+def transfers_of(model: nn.Module, num_rows: int) -> list[tuple[int, int]]:
+    """Of each transfer of a pass of so many tokens: how many maps share it, and a rank's multiplications for them."""
+    return [
+        transfer
         for module in model.modules()
         if isinstance(maps := getattr(module, "maps", None), AsyncTensorParallelMaps)
-    )
+        for transfer in maps.work(module, num_rows)
+    ]
 
 
 def _prepare_inductor(mesh: Mesh) -> None:

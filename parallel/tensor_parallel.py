@@ -162,9 +162,14 @@ class AsyncTensorParallelMaps(TensorParallelMaps):
         y_BLY = matmul_reduce_scatter(x_BCX, local(linear.weight), TOKENS, self.group, product=product_of(linear))
         return y_BLY if linear.bias is None else y_BLY + linear.bias
 
-    def count(self, module: nn.Module) -> int:
-        """How many of a module's maps overlap: all that are split."""
-        return sum(hasattr(module, name) for group in self.groups for name in group)
+    def work(self, module: nn.Module, num_rows: int) -> list[tuple[int, int]]:
+        """Of each transfer, with so many tokens of all ranks: its maps, and this rank's multiplications for them."""
+        found: list[tuple[int, int]] = []
+        for group in self.groups:
+            maps: list[nn.Linear] = [getattr(module, name) for name in group if hasattr(module, name)]
+            numbers = sum(linear.weight.numel() for linear in maps)
+            found.append((len(maps), num_rows * numbers // self.size))
+        return found
 
 
 def product_of(linear: nn.Linear) -> str:

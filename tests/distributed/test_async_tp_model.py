@@ -9,7 +9,7 @@ import torch
 from comms import async_tp
 from comms.shard_transport import Messages
 from moe.linear_maps import local
-from parallel.async_tp import AsyncChoice, connect_async_tp
+from parallel.async_tp import AsyncChoice, connect_async_tp, transfers_of
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.sizes import resolve_sizes
@@ -147,9 +147,28 @@ def refusal(mode: str, on_gpu: bool) -> str:
 
 def test_case_63_what_would_fuse_nothing_is_refused() -> None:
     for message in run_workers(refusal, 2, "native", True):
-        assert "fuses none of" in message and "16 tokens" in message and str(async_tp.FUSED_ROWS) in message
+        assert "fuses none of" in message and "16 tokens" in message and f"{async_tp.FUSED_WORK:.2g}" in message
     for message in run_workers(refusal, 2, "inductor", False):
         assert message.startswith("parallel.async_tp=inductor needs GPUs")
+
+
+def fused_on_gpus(threshold: int) -> tuple[int, list[tuple[int, int]]]:
+    """How many a run would say it fuses, of 16 tokens; and every transfer's maps and multiplications."""
+    model, _ = build(MODELS["qwen3"], NATIVE.parallel)
+    mesh = build_mesh(NATIVE.parallel, torch.device("cpu"))
+    mesh = replace(mesh, device=torch.device("cuda"))
+    with patch("parallel.async_tp.unavailable", lambda *_: None), patch.object(async_tp, "FUSED_WORK", threshold):
+        return connect_async_tp(model, mesh, 16).num_fused, transfers_of(model, 16)
+
+
+def test_small_matmuls_are_not_counted() -> None:
+    """A transfer that is not worth overlapping takes the plain path, whatever the others do."""
+    _, transfers = run_workers(fused_on_gpus, 2, 0)[0]
+    works = sorted({work for _, work in transfers})
+    assert len(works) > 1
+    for threshold in works:
+        expected = sum(maps for maps, work in transfers if work >= threshold)
+        assert run_workers(fused_on_gpus, 2, threshold) == [(expected, transfers)] * 2
 
 
 def test_case_63_a_compiler_that_fused_nothing_is_an_error() -> None:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.multi_gpu
 
 BOUNDS = {torch.float64: 1e-12, torch.bfloat16: 4e-3}
 # No plain path, and only that.
-ALWAYS, NEVER = 0, 2**31
+ALWAYS, NEVER = 0, 2**62
 
 
 def world() -> str:
@@ -99,13 +99,13 @@ def rows_in_low_precision_travel_coded(device: torch.device) -> None:
     y, down = random_tensor(device, dtype, 2, 8192, 512), random_tensor(device, dtype, 1024, 512, seed=2)
     for products in ([product] * 2, [product, AS_THEY_ARE]):
         ours, theirs = (
-            results(all_gather_matmul(x, weights, 1, world(), min_rows, products), [x, *weights])
-            for min_rows in (ALWAYS, NEVER)
+            results(all_gather_matmul(x, weights, 1, world(), min_work, products), [x, *weights])
+            for min_work in (ALWAYS, NEVER)
         )
         assert_close(ours, theirs, 8e-3)
     ours, theirs = (
-        results((matmul_reduce_scatter(y, down, 1, world(), min_rows, product),), [y, down])
-        for min_rows in (ALWAYS, NEVER)
+        results((matmul_reduce_scatter(y, down, 1, world(), min_work, product),), [y, down])
+        for min_work in (ALWAYS, NEVER)
     )
     assert_close(ours, theirs, 8e-3)
 
@@ -120,9 +120,9 @@ def few_rows_take_the_plain_path(device: torch.device) -> None:
     assert peer_buffers._BUFFERS
 
 
-def layer(x: Tensor, up: Tensor, down: Tensor, min_rows: int = ALWAYS) -> Tensor:
-    (y,) = all_gather_matmul(x, [up], 1, world(), min_rows)
-    return matmul_reduce_scatter(y.relu(), down, 1, world(), min_rows)
+def layer(x: Tensor, up: Tensor, down: Tensor, min_work: int = ALWAYS) -> Tensor:
+    (y,) = all_gather_matmul(x, [up], 1, world(), min_work)
+    return matmul_reduce_scatter(y.relu(), down, 1, world(), min_work)
 
 
 def operands(device: torch.device, dtype: torch.dtype, rows: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,7 +140,7 @@ def a_thousand_rounds_with_delays(device: torch.device) -> None:
                 torch.cuda._sleep(chooser.randrange(500_000))
         ours = results((layer(*given),), list(given))
         if step % 10 == 0:
-            theirs = results((layer(*given, min_rows=2**31),), list(given))
+            theirs = results((layer(*given, min_work=2**62),), list(given))
             for a, b in zip(ours, theirs, strict=True):
                 wrong += ((a - b).norm() > 1e-11 * b.norm()).float()
     assert int(wrong) == 0
@@ -162,7 +162,7 @@ def other_collectives_run_beside(device: torch.device) -> None:
     flat = torch.randn(2**22, device=device)
     for step in range(30):
         given = operands(device, torch.float64, 2048, step)
-        expected = results((layer(*given, min_rows=2**31),), list(given))
+        expected = results((layer(*given, min_work=2**62),), list(given))
         reduced = flat.clone()
         pending = dist.all_reduce(reduced, async_op=True)
         ours = results((layer(*given),), list(given))
@@ -205,14 +205,14 @@ def a_captured_graph_replays(device: torch.device) -> None:
     for step in range(5):
         x.copy_(operands(device, torch.float64, 700, step + 1)[0].detach())
         graph.replay()
-        assert relative_error(out, layer(x, up, down, 2**31)) <= 1e-12
+        assert relative_error(out, layer(x, up, down, 2**62)) <= 1e-12
 
 
 def models_equal_those_without(device: torch.device) -> None:
     for name in ("qwen3", "deepseek", "gpt_oss"):
         traces = []
         for mode in ("none", "native"):
-            with patch.object(async_tp, "FUSED_ROWS", 0), patch("parallel.async_tp.FUSED_ROWS", 0), temporary_groups():
+            with patch.object(async_tp, "FUSED_WORK", 0), patch("parallel.async_tp.FUSED_WORK", 0), temporary_groups():
                 parallel = ParallelConfig(tp=2, async_tp=mode)
                 traces.append(trace_layout(MODELS[name], parallel, recipe="fp32", device=device))
         mismatches = compare(traces[1], traces[0], 5e-6)
