@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from comms.kernels.e4m3 import can_cast
 from comms.put_and_take import num_processors
-from moe.kernels import products_sm90, up_sm90
+from moe.kernels import rows_sm90, up_sm90
 from moe.kernels.fused_experts import act_grad_kernel, rows_kernel, up_kernel, weight_grad_kernel
 from moe.kernels.pair_rows import Part, launch_expand
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE
@@ -93,9 +93,8 @@ def launch_rows(
     tile = tile_for(kernel, (num_experts or E, inner, width))
     if num_pairs == 0:
         return
-    if tile.specialized and bias_EO is None and _on_sm90(a_PI):
-        programs, segment = num_programs(a_PI, spare)[0], chunk * E
-        products_sm90.launch_rows(a_PI, w_E, ends_S, out_PO, transposed, tile.group, programs, segment)
+    if tile.specialized and not transposed and bias_EO is None and _on_sm90(a_PI):
+        rows_sm90.launch_rows(a_PI, w_E, ends_S, out_PO, tile.group, num_programs(a_PI, spare)[0], chunk * E)
         return
     a_desc = TensorDescriptor.from_tensor(a_PI, [tile.m, tile.k])
     block = [tile.k, tile.n] if transposed else [tile.n, tile.k]
@@ -153,10 +152,6 @@ def launch_weight_grad(
         out_EMN.zero_()
         return
     segment, chunks = (chunk or 0) * E, ends_S.shape[0] // E if chunk is None else 1
-    if tile.specialized and _on_sm90(left_PM):
-        programs = num_programs(left_PM, spare)[0]
-        products_sm90.launch_weight_grad(left_PM, right_PN, ends_S, out_EMN, tile.group, programs, segment, chunks)
-        return
     left_desc = create_ragged_descriptor(left_PM, [tile.k, tile.m])
     right_desc = create_ragged_descriptor(right_PN, [tile.k, tile.n])
     out_desc = TensorDescriptor.from_tensor(out_EMN, [1, tile.m, tile.n])

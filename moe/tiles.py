@@ -38,8 +38,8 @@ class Tile(NamedTuple):
     group: int = 4
     # Parts of the columns, 1 or 2, that an epilogue takes one after the other, to stay within the registers.
     parts: int = 1
-    # On SM90 by warps with one thing to do each (moe/kernels/products_sm90.py), which know one cut, 128 x 256, 64 deep,
-    # and take only `group` from here; the rest is for the other kernel, where these cannot be.
+    # up and down on SM90 by warps with one thing to do each (moe/kernels/warps_sm90.py), which know one cut, 128 x 256,
+    # 64 deep, and take only `group` from here; the rest is for the other kernel, where these cannot be.
     specialized: bool = False
 
 

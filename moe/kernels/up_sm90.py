@@ -2,7 +2,7 @@
 
     h[p] = W_gate_up[e] x[rows[p]] + b,  a[p] = w[p] * act(h[p])
 
-As in products_sm90.py, but that a warpgroup brings the blocks: its threads copy rows, since the copy engine of this
+As in rows_sm90.py, but that a warpgroup brings the blocks: its threads copy rows, since the copy engine of this
 card finds no rows by index. A block of weights has the same 128 columns of gate and of up, so a tile's two halves
 are what the activation takes.
 
@@ -27,11 +27,9 @@ from triton.tools.ragged_tma import to_ragged_indices
 from moe.kernels.fused_experts import _activation
 from moe.kernels.warps_sm90 import (
     DEPTH,
-    LAG,
     OUT_COLUMNS,
     STAGES,
     SWIZZLED,
-    last_turn,
     next_expert,
     place_of_tile,
     ragged,
@@ -42,7 +40,6 @@ from moe.kernels.warps_sm90 import (
     swizzled,
     tiles_of_expert,
     to_bf16,
-    wait_for_turn,
 )
 
 
@@ -63,7 +60,7 @@ def launch_up(
         up_kernel[(programs,)](
             x_RD, rows_P, weights_P, w_desc, b_E2F, ends_S, h_desc, ragged(a_PF, [64, OUT_COLUMNS]),
             D, F, E, first_segment, HAS_BIAS=b_E2F is not None, **activation,
-            PROGRAMS=programs, STAGES=STAGES, GROUP=group, LAG=LAG, num_warps=4,
+            PROGRAMS=programs, STAGES=STAGES, GROUP=group, num_warps=4,
         )  # fmt: skip
 
 
@@ -71,17 +68,17 @@ def launch_up(
 def up_kernel(
     x, rows, weights, w_desc, bias, offsets, h_desc, a_desc, dim, hidden, num_experts, first_segment,
     HAS_BIAS: gl.constexpr, CLAMPED: gl.constexpr, LIMIT: gl.constexpr, SLOPE: gl.constexpr, CARD: gl.constexpr,
-    PROGRAMS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr,
+    PROGRAMS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 rows x 128 columns of gate and the same of up, steps of 64 along `dim`."""
     a_blocks = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, 64, 64], SWIZZLED)
     b_blocks = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 2, 128, 64], w_desc.layout)
     staging = staging_of(a_desc.dtype)
     # Rows by copies of 128 threads, weights by the copy engine.
-    ready, free, turn = signals(STAGES, 128 + 1)
-    ring = (a_blocks, b_blocks, ready, free, turn)
+    ready, free = signals(STAGES, 128 + 1)
+    ring = (a_blocks, b_blocks, ready, free)
     size = (dim, hidden, num_experts, first_segment)
-    how: gl.constexpr = (PROGRAMS, STAGES, GROUP, LAG)
+    how: gl.constexpr = (PROGRAMS, STAGES, GROUP)
     gated: gl.constexpr = (HAS_BIAS, CLAMPED, LIMIT, SLOPE, CARD)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
@@ -103,7 +100,7 @@ def _bring_indexed(x, rows, w_desc, ring, offsets, size, how: gl.constexpr):
     STAGES: gl.constexpr = how[1]
     GROUP: gl.constexpr = how[2]
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    a_blocks, b_blocks, ready, free, _turn = ring
+    a_blocks, b_blocks, ready, free = ring
     dim, hidden, num_experts, first_segment = size
     tiles_n = gl.cdiv(hidden, 128)
     column = gl.arange(0, 64, gl.SliceLayout(0, wide))
@@ -140,22 +137,19 @@ def _multiply_gated(
     PROGRAMS: gl.constexpr = how[0]
     STAGES: gl.constexpr = how[1]
     GROUP: gl.constexpr = how[2]
-    LAG: gl.constexpr = how[3]
     HAS_BIAS: gl.constexpr = gated[0]
-    turn = ring[4]
     dim, hidden, num_experts, first_segment = size
     steps, tiles_n = gl.cdiv(dim, 64), gl.cdiv(hidden, 128)
     of_h: gl.constexpr = (1, 1, 64, 1, 64)
     of_a: gl.constexpr = (1, 1, 64, 64)
     out = staging[half]
-    wait_for_turn(half, turn, STAGES, LAG)
     step = 0
     first = gl.program_id(0)
     for expert in range(num_experts):
         start, count, tiles = tiles_of_expert(offsets, first_segment + expert, tiles_n, 128)
         for ahead in range(0, tiles - first, PROGRAMS):
             m, n = place_of_tile(first + ahead, gl.cdiv(count, 128), tiles_n, GROUP)
-            total = rows_times_weights(half, ring, steps, step, how, False, True)
+            total = rows_times_weights(half, ring, steps, step, STAGES, True)
             step += steps
             gate, up = gl.split(gl.permute(gl.reshape(total, [64, 2, 128]), (0, 2, 1)))
             pair = start + m * 128 + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, gate.type.layout))
@@ -173,5 +167,4 @@ def _multiply_gated(
             act = _activation(gate.to(gl.float32), up.to(gl.float32), gated[1], gated[2], gated[3], gated[4])
             send(to_bf16(act * weight[:, None]), out, a_desc, of_a, (beyond, end, row), n * 128)
         first = next_expert(first, tiles, PROGRAMS)
-    last_turn(half, step, turn, LAG)
     tma.store_wait(pendings=0)

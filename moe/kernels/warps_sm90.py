@@ -2,11 +2,15 @@
 
     host          layouts and descriptors of 16-bit blocks
     tiles         who has which tile of a grouped product
-    the ring      barriers: a stage's blocks have come, both warpgroups are done with them, the second's first turn
+    the ring      barriers: a stage's blocks have come, both warpgroups are done with them
     products      the steps of a tile, and the way of its results
 
+One warp or warpgroup brings blocks of both operands into a ring in shared memory, two warpgroups multiply, 64 x 256 of
+a tile each. They wait for the ring alone: a step takes a third of the instructions that a program of Triton's own
+takes, in which all warps bring blocks and wait for each other five times. The sums are the same in the same order.
+
 A kernel's `how` is a tuple of what is known when it is compiled: programs, stages of the ring, tiles of rows next to
-each other in time, steps that the second warpgroup is behind the first; and what else the kernel has.
+each other in time.
 
 The registers of such a program, 168 of each of its 384 threads, are all that a multiprocessor has but 1,024: nothing
 runs beside it, where a program of Triton's own leaves a third of them.
@@ -33,8 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.ragged_tma import create_ragged_descriptor
 
-# A step along K, and how many are on their way; steps that the second warpgroup is behind.
-DEPTH, STAGES, LAG = 64, 4, 1
+# A step along K, and how many are on their way.
+DEPTH, STAGES = 64, 4
 # Columns of a tile that go out at once: lines of 128 bytes.
 OUT_COLUMNS = 64
 
@@ -91,59 +95,28 @@ def next_expert(first, tiles, PROGRAMS: gl.constexpr):
 
 @gluon.jit
 def signals(STAGES: gl.constexpr, COMING: gl.constexpr):
-    """Of each stage: COMING have brought its blocks, both warpgroups are done with them. The second's first turn."""
+    """Of each stage: COMING have brought its blocks, both warpgroups are done with them."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=COMING)
         mbarrier.init(free.index(stage), count=2)
-    turn = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn.index(0), count=1)
     fence_async_shared()
-    return ready, free, turn
-
-
-@gluon.jit
-def wait_for_turn(half: gl.constexpr, turn, STAGES: gl.constexpr, LAG: gl.constexpr):
-    """The second warpgroup begins LAG steps after the first; the first stage is free when both have had it."""
-    gl.static_assert(LAG < STAGES)
-    if half == 1 and LAG > 0:
-        mbarrier.wait(turn.index(0), 0)
-
-
-@gluon.jit
-def multiplied(half: gl.constexpr, step, within, free, turn, STAGES: gl.constexpr, LAG: gl.constexpr):
-    """While a step's product runs, the one before has ended: its blocks are free, if it was one of this tile."""
-    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=within)
-    if half == 0 and LAG > 0:
-        if step == LAG:
-            mbarrier.arrive(turn.index(0), count=1)
-
-
-@gluon.jit
-def last_turn(half: gl.constexpr, steps, turn, LAG: gl.constexpr):
-    """The first warpgroup may have had fewer steps than the second waits for."""
-    if half == 0 and LAG > 0:
-        mbarrier.arrive(turn.index(0), count=1, pred=steps <= LAG)
+    return ready, free
 
 
 # ---- products
 
 
 @gluon.jit
-def rows_times_weights(
-    half: gl.constexpr, ring, steps, step, how: gl.constexpr, TRANSPOSED: gl.constexpr, FENCED: gl.constexpr
-):
+def rows_times_weights(half: gl.constexpr, ring, steps, step, STAGES: gl.constexpr, FENCED: gl.constexpr):
     """A warpgroup's 64 x 256 sums over `steps` steps, the first of them the program's `step`-th.
 
     Args:
-        TRANSPOSED: blocks of weights are 64 x 256, not 256 x 64.
         FENCED: rows were written by threads.
     """
-    STAGES: gl.constexpr = how[1]
-    LAG: gl.constexpr = how[3]
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
-    a_blocks, b_blocks, ready, free, turn = ring
+    a_blocks, b_blocks, ready, free = ring
     total = gl.zeros([64, 256], gl.float32, mma)
     for k in range(steps):
         stage = step % STAGES
@@ -151,13 +124,11 @@ def rows_times_weights(
         if FENCED:
             # Products see what threads have written after a fence.
             fence_async_shared()
-        if TRANSPOSED:
-            b = b_blocks.index(stage).reshape([64, 256])
-        else:
-            b = b_blocks.index(stage).reshape([256, 64]).permute((1, 0))
+        b = b_blocks.index(stage).reshape([256, 64]).permute((1, 0))
         total = warpgroup_mma(a_blocks.index(2 * stage + half), b, total, is_async=True)
         total = warpgroup_mma_wait(1, deps=[total])
-        multiplied(half, step, k > 0, free, turn, STAGES, LAG)
+        # While a step's product runs, the one before has ended: its blocks are free, if it was one of this tile.
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
         step += 1
     total = warpgroup_mma_wait(0, deps=[total])
     mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)

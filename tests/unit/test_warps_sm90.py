@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.kernels.products_sm90 import rows_kernel, weight_grad_kernel
+from moe.kernels.rows_sm90 import rows_kernel
 from moe.kernels.up_sm90 import up_kernel
-from moe.kernels.warps_sm90 import LAG, STAGES, swizzled
+from moe.kernels.warps_sm90 import STAGES, swizzled
 from moe.reference import CLAMP_LIMIT, CLAMP_SLOPE, expert_activation
 from tests.unit import gluon_threads
 from tests.unit.gluon_compile import MOST_SHARED, Compiled, compile_kernel
@@ -20,7 +20,7 @@ from tests.unit.gluon_threads import Descriptor, run_program
 BOUND = 4e-3
 # Experts without pairs first, last and between; one pair; tiles that end with a warpgroup's rows and within them.
 ENDS = [[0, 1, 1, 64, 193, 400, 400], [256], [0, 0]]
-CUTS = [{"PROGRAMS": 1, "LAG": 0}, {"STAGES": 3, "LAG": 2}, {"STAGES": 4, "GROUP": 1}, {"PROGRAMS": 20}]
+CUTS = [{"PROGRAMS": 1}, {"STAGES": 2}, {"STAGES": 4, "GROUP": 1}, {"PROGRAMS": 20}]
 
 
 def draw(*shape: int) -> Tensor:
@@ -32,53 +32,52 @@ def poisoned(*shape: int) -> Tensor:
 
 
 def run(kernel: object, given: tuple[object, ...], **how: int) -> None:
-    constants = {"PROGRAMS": 3, "STAGES": 3, "GROUP": 2, "LAG": LAG, **how}
+    constants = {"PROGRAMS": 3, "STAGES": 3, "GROUP": 2, **how}
     for number in range(constants["PROGRAMS"]):
         run_program(kernel, number, given, constants)
 
 
-def rows(a_PI: Tensor, w_E: Tensor, ends: list[int], transposed: bool, first: int = 0, **how: int) -> Tensor:
+def rows(a_PI: Tensor, w_EOI: Tensor, ends: list[int], first: int = 0, **how: int) -> Tensor:
     """The product; `ends` may begin before w's experts, at `first`."""
-    out = poisoned(len(a_PI), w_E.shape[2 if transposed else 1])
-    sizes = a_PI.shape[1], out.shape[1], len(w_E), first
-    operands = Descriptor(a_PI), Descriptor(w_E), torch.tensor(ends, dtype=torch.int32), Descriptor(out, ragged=True)
-    run(rows_kernel, (*operands, *sizes), TRANSPOSED=transposed, **how)
+    E, width, inner = w_EOI.shape
+    out = poisoned(len(a_PI), width)
+    operands = Descriptor(a_PI), Descriptor(w_EOI), torch.tensor(ends, dtype=torch.int32), Descriptor(out, ragged=True)
+    run(rows_kernel, (*operands, inner, width, E, first), **how)
     return out
 
 
-def check_rows(out: Tensor, a_PI: Tensor, w_E: Tensor, ends: list[int], transposed: bool, first: int = 0) -> None:
+def check_rows(out: Tensor, a_PI: Tensor, w_EOI: Tensor, ends: list[int], first: int = 0) -> None:
     """Rows of experts are their products, others are as they were."""
     starts = [0, *ends]
     written = torch.zeros(len(out), dtype=torch.bool)
-    for expert, weight in enumerate(w_E.double()):
+    for expert, weight in enumerate(w_EOI.double()):
         part = slice(starts[first + expert], ends[first + expert])
-        exact = a_PI[part].double() @ (weight if transposed else weight.t())
+        exact = a_PI[part].double() @ weight.t()
         assert (out[part].double() - exact).norm() <= BOUND * exact.norm(), expert
         written[part] = True
     assert bool(out[~written].isnan().all())
 
 
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize(("inner", "width"), [(200, 328), (64, 256), (8, 16)])
-def test_rows(ends: list[int], inner: int, width: int, transposed: bool) -> None:
+def test_rows(ends: list[int], inner: int, width: int) -> None:
     a_PI = draw(ends[-1] + 10, inner)
     # What is behind an expert's pairs may be anything: it goes into no sum that is kept.
     a_PI[ends[-1] :] = float("nan")
-    w_E = draw(len(ends), *((inner, width) if transposed else (width, inner)))
-    check_rows(rows(a_PI, w_E, ends, transposed), a_PI, w_E, ends, transposed)
+    w_EOI = draw(len(ends), width, inner)
+    check_rows(rows(a_PI, w_EOI, ends), a_PI, w_EOI, ends)
 
 
 @pytest.mark.parametrize("how", CUTS)
 def test_rows_cut_otherwise(how: dict[str, int]) -> None:
-    a_PI, w_E = draw(410, 392), draw(7, 600, 392)
-    check_rows(rows(a_PI, w_E, ENDS[0], False, **how), a_PI, w_E, ENDS[0], False)
+    a_PI, w_EOI = draw(410, 392), draw(7, 600, 392)
+    check_rows(rows(a_PI, w_EOI, ENDS[0], **how), a_PI, w_EOI, ENDS[0])
 
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_rows_of_some_experts(first: int) -> None:
-    a_PI, w_E = draw(410, 72), draw(3, 264, 72)
-    check_rows(rows(a_PI, w_E, ENDS[0], False, first), a_PI, w_E, ENDS[0], False, first)
+    a_PI, w_EOI = draw(410, 72), draw(3, 264, 72)
+    check_rows(rows(a_PI, w_EOI, ENDS[0], first), a_PI, w_EOI, ENDS[0], first)
 
 
 @pytest.mark.parametrize("ends", ENDS)
@@ -127,58 +126,15 @@ def check_up(ends: list[int], dim: int, hidden: int, biased: bool, first: int = 
     assert bool(h_PH[~written].isnan().all()) and bool(a_PF[~written].isnan().all())
 
 
-def weight_grad(left: Tensor, right: Tensor, ends: list[int], chunks: int = 1, first: int = 0, **how: int) -> Tensor:
-    """The gradient of the experts from `first` on, as many as are left, or as a chunk has."""
-    experts = len(ends) // chunks - first
-    out = poisoned(experts, left.shape[1], right.shape[1])
-    operands = Descriptor(left, ragged=True), Descriptor(right, ragged=True), torch.tensor(ends, dtype=torch.int32)
-    sizes = left.shape[1], right.shape[1], experts, first
-    run(weight_grad_kernel, (*operands, Descriptor(out), *sizes), CHUNKS=chunks, **how)
-    return out
-
-
-def check_weight_grad(
-    out: Tensor, left: Tensor, right: Tensor, ends: list[int], chunks: int = 1, first: int = 0
-) -> None:
-    starts = [0, *ends]
-    for expert in range(len(out)):
-        parts = [chunk * len(out) + first + expert for chunk in range(chunks)]
-        pairs = torch.cat([torch.arange(starts[part], ends[part]) for part in parts])
-        exact = left[pairs].double().t() @ right[pairs].double()
-        assert (out[expert].double() - exact).norm() <= BOUND * exact.norm(), expert
-
-
-@pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize(("left_width", "right_width"), [(200, 328), (128, 256), (8, 16)])
-def test_weight_grad(ends: list[int], left_width: int, right_width: int) -> None:
-    left, right = draw(ends[-1] + 70, left_width), draw(ends[-1] + 70, right_width)
-    for side in (left, right):
-        side[ends[-1] :] = float("nan")
-    check_weight_grad(weight_grad(left, right, ends), left, right, ends)
-
-
-@pytest.mark.parametrize("how", CUTS)
-def test_weight_grad_cut_otherwise(how: dict[str, int]) -> None:
-    left, right = draw(400, 392), draw(400, 600)
-    check_weight_grad(weight_grad(left, right, ENDS[0], **how), left, right, ENDS[0])
-
-
-def test_weight_grad_of_some_experts_and_of_chunks() -> None:
-    left, right = draw(400, 72), draw(400, 264)
-    check_weight_grad(weight_grad(left, right, ENDS[0], first=3), left, right, ENDS[0], first=3)
-    ends = [0, 1, 100, 164, 293, 400]
-    check_weight_grad(weight_grad(left, right, ends, chunks=2), left, right, ends, chunks=2)
-
-
 @pytest.mark.parametrize("fence", ["fence_async_shared", "store_wait"])
 def test_a_missing_fence_or_wait_is_found(fence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fence == "store_wait":
         monkeypatch.setattr(gluon_threads.HOPPER["tma"], fence, lambda pendings: None)
     else:
         monkeypatch.setitem(gluon_threads.HOPPER, fence, lambda: None)
-    a_PI, w_E = draw(256, 64), draw(1, 256, 64)
+    a_PI, w_EOI = draw(256, 64), draw(1, 256, 64)
     with pytest.raises(AssertionError):
-        check_rows(rows(a_PI, w_E, [256], False), a_PI, w_E, [256], False)
+        check_rows(rows(a_PI, w_EOI, [256]), a_PI, w_EOI, [256])
 
 
 def test_a_ring_that_is_freed_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,52 +145,39 @@ def test_a_ring_that_is_freed_too_early_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(
         gluon_threads.HOPPER, "warpgroup_mma_wait", lambda outstanding, deps: wait(2 * outstanding, deps)
     )
-    a_PI, w_E = draw(256, 640), draw(1, 256, 640)
+    a_PI, w_EOI = draw(256, 640), draw(1, 256, 640)
     with pytest.raises(AssertionError):
-        check_rows(rows(a_PI, w_E, [256], False), a_PI, w_E, [256], False)
+        check_rows(rows(a_PI, w_EOI, [256]), a_PI, w_EOI, [256])
 
 
 def of_bf16(*block: int) -> str:
     return f"tensordesc<bf16{list(block)},{swizzled(len(block))}>"
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_rows_compile_without_spilling(transposed: bool) -> None:
-    b_block = (1, 64, 256) if transposed else (1, 256, 64)
-    types = {"a_desc": of_bf16(64, 64), "b_desc": of_bf16(*b_block), "out_desc": of_bf16(1, 1, 64, 64)}
-    constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8, "LAG": LAG, "TRANSPOSED": transposed}
+def test_rows_compile_without_spilling() -> None:
+    types = {"a_desc": of_bf16(64, 64), "w_desc": of_bf16(1, 256, 64), "out_desc": of_bf16(1, 1, 64, 64)}
+    constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8}
     compiled = compile_kernel(rows_kernel, {**types, "offsets": "*i32"}, constants, ["inner", "width"])
     check_compiled(compiled)
-    assert compiled.walks == 3
 
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_up_compiles(biased: bool) -> None:
     types = {"x": "*bf16", "rows": "*i32", "weights": "*fp32", "bias": "*bf16", "offsets": "*i32"}
     types |= {"w_desc": of_bf16(2, 128, 64), "h_desc": of_bf16(1, 1, 64, 1, 64), "a_desc": of_bf16(1, 1, 64, 64)}
-    constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8, "LAG": LAG, "HAS_BIAS": biased, "CLAMPED": biased}
+    constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8, "HAS_BIAS": biased, "CLAMPED": biased}
     constants |= {"LIMIT": CLAMP_LIMIT, "SLOPE": CLAMP_SLOPE, "CARD": True}
     constants |= {} if biased else {"bias": None}
     compiled = compile_kernel(up_kernel, types, constants, ["x", "dim", "hidden"])
     # Some numbers of the epilogue, once in a tile.
     check_compiled(compiled, spilled=32)
-    assert compiled.walks == 3
     # Rows come 16 bytes at a time.
     assert len(re.findall(r"cp\.async\.cg\.shared\.global .*0x10", compiled.ptx)) == 8
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_weight_gradients_compile_without_spilling(chunks: int) -> None:
-    types = {"left_desc": of_bf16(1, 1, 64, 64), "right_desc": of_bf16(1, 1, 64, 256), "out_desc": of_bf16(1, 64, 64)}
-    constants = {"PROGRAMS": 132, "STAGES": STAGES, "GROUP": 8, "LAG": LAG, "CHUNKS": chunks}
-    compiled = compile_kernel(
-        weight_grad_kernel, {**types, "offsets": "*i32"}, constants, ["left_width", "right_width"]
-    )
-    check_compiled(compiled, chunks)
-
-
-def check_compiled(compiled: Compiled, loops: int = 1, spilled: int = 0) -> None:
+def check_compiled(compiled: Compiled, spilled: int = 0) -> None:
     assert compiled.shared <= MOST_SHARED and compiled.spilled <= spilled and compiled.warps == 12
+    assert compiled.walks == 3
     product = r"wgmma\.mma_async\.sync\.aligned\.m64n256k16\.f32\.bf16\.bf16"
     # Four of a step, in each of two warpgroups.
-    assert len(re.findall(product, compiled.ptx)) == 8 * loops
+    assert len(re.findall(product, compiled.ptx)) == 8
