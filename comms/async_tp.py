@@ -40,10 +40,11 @@ from comms.peer_buffers import buffers_of
 from comms.products import AS_THEY_ARE, Product, find_product
 from comms.shard_transport import Inbox, Messages, Transport
 
-# Multiplications of one rank, over all that share a gather, from which GPUs overlap: rows of all ranks x X x Y. With
-# fewer, backward's launches and signals take longer than the transfer that they hide: on two H200, 2048 rows x 8192 x
-# 4096 win and 2048 x 4096 x 4096 lose (scripts/bench_async_tp.py).
-FUSED_WORK = 2**36
+# Multiplications of one rank from which GPUs overlap, over all maps that share a gather, and of a scatter: rows of all
+# ranks x X x Y. With fewer, launches and signals (a gather's in backward) take longer than the transfer that they hide:
+# on two H200 a gather of 2048 rows x 8192 x 4096 wins and one of 2048 x 4096 x 4096 loses; that scatter wins, and
+# smaller ones by less and less (scripts/bench_async_tp.py).
+GATHER_WORK, SCATTER_WORK = 2**36, 2**35
 
 
 def all_gather_matmul(
@@ -59,13 +60,13 @@ def all_gather_matmul(
     Args:
         weights: one or more, in nn.Linear's orientation; they share the gather.
         dim: the dim that is split over the ranks. The last one is not overlapped.
-        min_work: multiplications of this rank from which transfers overlap; None: FUSED_WORK on GPUs, any on CPUs.
+        min_work: multiplications of this rank from which transfers overlap; None: GATHER_WORK on GPUs, any on CPUs.
         products: names of how each weight multiplies (comms/products.py); None: all in the dtype of x.
     """
     dim, size = dim % x.dim(), _size(group_name)
     products = [AS_THEY_ARE] * len(weights) if products is None else list(products)
-    work = size * x.numel() * sum(weight.shape[0] for weight in weights)
-    if dim == x.dim() - 1 or not _overlaps(work, x.device, min_work):
+    least = work_to_overlap(x.device, scatters=False) if min_work is None else min_work
+    if dim == x.dim() - 1 or size * x.numel() * sum(weight.shape[0] for weight in weights) < least:
         whole = gather_dim(x, dim, group_name)
         pairs = zip(products, weights, strict=True)
         return tuple(find_product(product).linear(whole, weight) for product, weight in pairs)
@@ -87,16 +88,19 @@ def matmul_reduce_scatter(
     # The last dim's size is that of the weight; what scatters it says so itself.
     if dim != x.dim() - 1 and shape[dim] % size:
         raise ValueError(f"dim {dim} of {tuple(shape)} cannot be scattered over {size} ranks: it does not divide")
-    if dim == x.dim() - 1 or not _overlaps(x.numel() * weight.shape[0], x.device, min_work):
+    least = work_to_overlap(x.device, scatters=True) if min_work is None else min_work
+    if dim == x.dim() - 1 or x.numel() * weight.shape[0] < least:
         return reduce_scatter(find_product(product).linear(x, weight), dim, group_name)
     shape[dim] //= size
     found = _MatmulScatter.apply(_as_rows(x, dim), weight, group_name, product)  # pyright: ignore
     return cast(Tensor, found).reshape(*shape[:-1], weight.shape[0])
 
 
-def is_overlapped(work: int, device: torch.device) -> bool:
-    """Whether products of so many multiplications of one rank overlap with their transfer, by default."""
-    return _overlaps(work, device, None)
+def work_to_overlap(device: torch.device, *, scatters: bool) -> int:
+    """Multiplications of one rank from which its products overlap with a gather, or a scatter, by default."""
+    if device.type != "cuda":
+        return 0
+    return SCATTER_WORK if scatters else GATHER_WORK
 
 
 def _size(group_name: str) -> int:
@@ -105,12 +109,6 @@ def _size(group_name: str) -> int:
 
 def _as_rows(x: Tensor, dim: int) -> Tensor:
     return x.reshape(math.prod(x.shape[:dim]), -1, x.shape[-1])
-
-
-def _overlaps(work: int, device: torch.device, min_work: int | None) -> bool:
-    if min_work is None:
-        min_work = FUSED_WORK if device.type == "cuda" else 0
-    return work >= min_work
 
 
 # Operators take no lists of names.

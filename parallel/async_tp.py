@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from comms.async_tp import FUSED_WORK, is_overlapped
+from comms.async_tp import work_to_overlap
 from comms.peer_buffers import set_timeout
 from comms.symmetric_memory import unavailable
 from parallel.mesh import Mesh
-from parallel.tensor_parallel import AsyncTensorParallelMaps
+from parallel.tensor_parallel import AsyncTensorParallelMaps, Transfer
 
 
 @dataclass
@@ -65,30 +65,31 @@ def connect_async_tp(model: nn.Module, mesh: Mesh, num_rows: int) -> AsyncChoice
     if mesh.device.type == "cuda" and (reason := unavailable(mesh.tp.get_group(), mesh.device)):
         raise ValueError(f"parallel.async_tp=native cannot run here: {reason}; set parallel.async_tp=none")
     found = transfers_of(model, num_rows)
-    num_maps, most = sum(maps for maps, _ in found), max((work for _, work in found), default=0)
-    if num_maps == 0:
+    if not found:
         raise ValueError(
             "parallel.async_tp=native finds no matmul to fuse: the model has none that tensor parallelism splits; set "
             "parallel.async_tp=none"
         )
-    num_fused = sum(maps for maps, work in found if is_overlapped(work, mesh.device))
+    least = [work_to_overlap(mesh.device, scatters=transfer.scatters) for transfer in found]
+    num_fused = sum(transfer.maps for transfer, work in zip(found, least, strict=True) if transfer.work >= work)
     if num_fused == 0:
+        rows = min(-(-work * num_rows // transfer.work) for transfer, work in zip(found, least, strict=True))
         raise ValueError(
-            f"parallel.async_tp=native fuses none of {num_maps} matmuls: with {num_rows} tokens a pass "
-            f"(train.micro_batch_size x train.seq_len / parallel.cp) the largest is {most:.2g} multiplications of a "
-            f"rank, and overlapping pays from {FUSED_WORK:.2g}; make passes larger, or set parallel.async_tp=none"
+            f"parallel.async_tp=native fuses none of {sum(transfer.maps for transfer in found)} matmuls: a pass has "
+            f"{num_rows} tokens (train.micro_batch_size x train.seq_len / parallel.cp), and with this model and "
+            f"parallel.tp overlapping pays from {rows}; make it larger, or set parallel.async_tp=none"
         )
     set_timeout(mesh.tp.get_group().group_name, mesh.config.timeout_seconds)
     return AsyncChoice("native", num_fused)
 
 
-def transfers_of(model: nn.Module, num_rows: int) -> list[tuple[int, int]]:
-    """Of each transfer of a pass of so many tokens: how many maps share it, and a rank's multiplications for them."""
+def transfers_of(model: nn.Module, num_rows: int) -> list[Transfer]:
+    """Of all maps that tensor parallelism splits, in a pass of so many tokens."""
     return [
         transfer
         for module in model.modules()
         if isinstance(maps := getattr(module, "maps", None), AsyncTensorParallelMaps)
-        for transfer in maps.work(module, num_rows)
+        for transfer in maps.transfers(module, num_rows)
     ]
 
 

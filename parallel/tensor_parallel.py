@@ -49,6 +49,15 @@ class TensorPlan(NamedTuple):
     kv_sharers: int = 1
 
 
+class Transfer(NamedTuple):
+    """Rows on their way to maps, or sums from them."""
+
+    scatters: bool
+    maps: int
+    # Multiplications of this rank.
+    work: int
+
+
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: TensorPlan) -> None:
     """Split the weights on the meta device and hand every layer the maps that work on its slices.
 
@@ -162,14 +171,30 @@ class AsyncTensorParallelMaps(TensorParallelMaps):
         y_BLY = matmul_reduce_scatter(x_BCX, local(linear.weight), TOKENS, self.group, product=product_of(linear))
         return y_BLY if linear.bias is None else y_BLY + linear.bias
 
-    def work(self, module: nn.Module, num_rows: int) -> list[tuple[int, int]]:
-        """Of each transfer, with so many tokens of all ranks: its maps, and this rank's multiplications for them."""
-        found: list[tuple[int, int]] = []
+    def transfers(self, module: nn.Module, num_rows: int) -> list[Transfer]:
+        """Those of a module's maps, with so many tokens of all ranks."""
+        found: list[Transfer] = []
         for group in self.groups:
-            maps: list[nn.Linear] = [getattr(module, name) for name in group if hasattr(module, name)]
-            numbers = sum(linear.weight.numel() for linear in maps)
-            found.append((len(maps), num_rows * numbers // self.size))
+            weights: list[Tensor] = [getattr(module, name).weight for name in group if hasattr(module, name)]
+            if weights:
+                numbers = sum(self._numbers(weight) for weight in weights)
+                found.append(Transfer(_tp_dim(weights[0]) == 1, len(weights), num_rows * numbers))
         return found
+
+    def _numbers(self, weight: Tensor) -> int:
+        """Of a weight, those that this rank multiplies; FSDP may hold a part of them."""
+        if _tp_dim(weight) is not None:
+            return weight.numel() // self.size
+        return (self.kv_rows.stop - self.kv_rows.start) * weight.shape[1]
+
+
+def _tp_dim(weight: Tensor) -> int | None:
+    """The dim that tp ranks split; None: none."""
+    if isinstance(weight, DTensor):
+        for name, placement in zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=True):
+            if name == "tp" and not placement.is_replicate():
+                return placement.dim  # pyright: ignore
+    return None
 
 
 def product_of(linear: nn.Linear) -> str:

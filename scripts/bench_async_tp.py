@@ -12,7 +12,7 @@ Cases: `gather` multiplies [M / ranks, K] per rank, gathered along M, by [K, N /
 
     matmul   the products alone: whole operands are there, nothing travels
     nccl     all-gather and then the product; product and then reduce-scatter (comms/collectives.py): the plain path,
-             which small products take; `ours` should win from FUSED_WORK on
+             which small products take; `ours` should win from GATHER_WORK and SCATTER_WORK on
     torch    torch.ops.symm_mem.fused_*; the gather for dW, which has no fused operator, by NCCL
     ours     comms/async_tp.py, overlapped at every size
 
@@ -43,7 +43,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from comms import shard_transport
-from comms.async_tp import FUSED_WORK, all_gather_matmul, matmul_reduce_scatter
+from comms.async_tp import GATHER_WORK, SCATTER_WORK, all_gather_matmul, matmul_reduce_scatter
 from comms.collectives import gather_dim, reduce_scatter
 from comms.products import AS_THEY_ARE, find_product, register_product
 from moe.config import LOW_PRECISION
@@ -182,7 +182,7 @@ def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str
     return {
         "nproc": arguments.nproc,
         "rounds": arguments.rounds,
-        "fused_work": FUSED_WORK,
+        "fused_work": [GATHER_WORK, SCATTER_WORK],
         "recipe": arguments.recipe,
         **stamp(arguments, machine),
     }

@@ -1,7 +1,8 @@
 """Operands whose low-precision products are sums that fp32 holds exactly, and what those products then must be.
 
 Values are whole numbers up to 31, of which e4m3 keeps 4 binary digits, so rounding is real; scales differ by powers of
-two. Every partial sum is then a whole number below 2^24 of one unit, and no order of adding can change it: fp64 sums
+two, those of one expert and the next by 2^20: in a block of both, the smaller one's numbers would be lost. Every
+partial sum of an expert is then a whole number below 2^24 of one unit, and no order of adding can change it: fp64 sums
 rounded once to bf16 are the answer, bit for bit.
 """
 
@@ -39,7 +40,9 @@ def exact_problem(counts: list[int] = COUNTS, tail: int = 0, out: int = OUT, wid
     rows = sum(counts) + tail
     x, dy = whole_numbers(rows, width, seed=1), whole_numbers(rows, out, seed=2)
     weight = whole_numbers(len(counts), out, width, seed=3)
-    return Problem(x, weight, dy, torch.tensor(counts).cumsum(0).int())
+    expert_P = torch.repeat_interleave(torch.tensor([*counts, tail]))
+    factor_P1 = (2.0 ** (20 * (expert_P % 3)))[:, None].bfloat16()
+    return Problem(x * factor_P1, weight, dy * factor_P1, torch.tensor(counts).cumsum(0).int())
 
 
 def random_problem(counts: list[int], tail: int = 0, out: int = OUT, width: int = IN) -> Problem:

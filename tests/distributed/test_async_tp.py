@@ -296,3 +296,26 @@ def test_a_rank_that_fails_is_not_waited_for_beyond_the_timeout() -> None:
     with pytest.raises(WorkerError, match=r"gave up after [2-4]\.\d s"):
         run_workers(one_rank_fails, 2, 3.0)
     assert time.monotonic() - start < 60
+
+
+def boxes_by_bound() -> list[list[tuple[int, int]]]:
+    """Of a gather with two weights and of a scatter: how many of each begin with the bound at their work, and above."""
+    size, found = dist.get_world_size(), []
+    x, weights = torch.randn(2, 3, 5), [torch.randn(width, 5) for width in (7, 4)]
+    # Rows of all ranks x width x widths of both weights; rows of all ranks x width x width.
+    works = size * 2 * 3 * 5 * (7 + 4), 2 * (3 * size) * 5 * 7
+    for shift in (0, 1):
+        counts = []
+        with (
+            patch.object(Messages, "gather", autospec=True, side_effect=Messages.gather) as gathers,
+            patch.object(Messages, "scatter", autospec=True, side_effect=Messages.scatter) as scatters,
+        ):
+            all_gather_matmul(x, weights, 1, world(), works[0] + shift)
+            matmul_reduce_scatter(torch.randn(2, 3 * size, 5), weights[0], 1, world(), works[1] + shift)
+            counts.append((gathers.call_count, scatters.call_count))
+        found.append(counts)
+    return found
+
+
+def test_products_overlap_from_the_bound_on() -> None:
+    assert run_workers(boxes_by_bound, 3) == [[[(1, 1)], [(0, 0)]]] * 3

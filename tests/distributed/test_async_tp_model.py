@@ -1,5 +1,6 @@
 """A model whose matmuls overlap with their transfer computes what one process computes; CASES 63 and 64's kind."""
 
+import re
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from parallel.async_tp import AsyncChoice, connect_async_tp, transfers_of
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from parallel.sizes import resolve_sizes
-from parallel.tensor_parallel import TensorParallelMaps
+from parallel.tensor_parallel import TensorParallelMaps, Transfer
 from tests.distributed.harness import run_workers
 from tests.distributed.tiny_models import MODELS
 from tests.distributed.traces import assert_same, one_process, trace_of
@@ -145,30 +146,81 @@ def refusal(mode: str, on_gpu: bool) -> str:
     return str(caught.value)
 
 
+def bound_of(transfer: Transfer) -> int:
+    return async_tp.work_to_overlap(torch.device("cuda"), scatters=transfer.scatters)
+
+
 def test_case_63_what_would_fuse_nothing_is_refused() -> None:
     for message in run_workers(refusal, 2, "native", True):
-        assert "fuses none of" in message and "16 tokens" in message and f"{async_tp.FUSED_WORK:.2g}" in message
+        assert "fuses none of" in message and "16 tokens" in message
+        # With so many the largest would overlap.
+        rows = int(re.search(r"pays from (\d+)", message)[1])
+        model = run_workers(counted_and_done, 2, "qwen3", NATIVE.parallel)[0][0]
+        assert any(transfer.work // 16 * rows >= bound_of(transfer) for transfer in model)
+        assert all(transfer.work // 16 * (rows - 1) < bound_of(transfer) for transfer in model)
     for message in run_workers(refusal, 2, "inductor", False):
         assert message.startswith("parallel.async_tp=inductor needs GPUs")
 
 
-def fused_on_gpus(threshold: int) -> tuple[int, list[tuple[int, int]]]:
-    """How many a run would say it fuses, of 16 tokens; and every transfer's maps and multiplications."""
+def counted_and_done(name: str, parallel: ParallelConfig) -> tuple[list[Transfer], list[Transfer]]:
+    """The transfers that a run counts, and those of a forward."""
+    model, config = build(MODELS[name], parallel)
+    mesh, done = build_mesh(parallel, torch.device("cpu")), []
+    gather, scatter = async_tp.all_gather_matmul, async_tp.matmul_reduce_scatter
+
+    def count_gather(x, weights, *rest, **more):
+        done.append(Transfer(False, len(weights), parallel.tp * x.numel() * sum(len(weight) for weight in weights)))
+        return gather(x, weights, *rest, **more)
+
+    def count_scatter(x, weight, *rest, **more):
+        done.append(Transfer(True, 1, x.numel() * len(weight)))
+        return scatter(x, weight, *rest, **more)
+
+    with (
+        patch("parallel.tensor_parallel.all_gather_matmul", count_gather),
+        patch("parallel.tensor_parallel.matmul_reduce_scatter", count_scatter),
+        torch.no_grad(),
+    ):
+        forward(model, synthetic_batches(config, mesh, 0)[0], mesh.device, True)
+    num_rows = config.train.micro_batch_size * config.train.seq_len // parallel.cp
+    return sorted(transfers_of(model, num_rows)), sorted(done)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, native(2, tp=2)) for name in MODELS),
+        # Ranks share key and value heads.
+        ("qwen3", native(4, tp=4)),
+        # FSDP holds a part of every weight.
+        ("gpt_oss", native(4, tp=2, cp=2)),
+    ],
+)
+def test_multiplications_are_counted_as_they_are_done(name: str, layout: Layout) -> None:
+    for counted, done in run_workers(counted_and_done, layout.num_processes, name, layout.parallel):
+        assert counted == done and done
+
+
+def fused_on_gpus(gather_work: int, scatter_work: int) -> tuple[int, list[Transfer]]:
+    """How many a run would say it fuses, of 16 tokens; and all transfers."""
     model, _ = build(MODELS["qwen3"], NATIVE.parallel)
-    mesh = build_mesh(NATIVE.parallel, torch.device("cpu"))
-    mesh = replace(mesh, device=torch.device("cuda"))
-    with patch("parallel.async_tp.unavailable", lambda *_: None), patch.object(async_tp, "FUSED_WORK", threshold):
+    mesh = replace(build_mesh(NATIVE.parallel, torch.device("cpu")), device=torch.device("cuda"))
+    bounds = {"GATHER_WORK": gather_work, "SCATTER_WORK": scatter_work}
+    with patch("parallel.async_tp.unavailable", lambda *_: None), patch.multiple(async_tp, **bounds):
         return connect_async_tp(model, mesh, 16).num_fused, transfers_of(model, 16)
 
 
 def test_small_matmuls_are_not_counted() -> None:
     """A transfer that is not worth overlapping takes the plain path, whatever the others do."""
-    _, transfers = run_workers(fused_on_gpus, 2, 0)[0]
-    works = sorted({work for _, work in transfers})
-    assert len(works) > 1
-    for threshold in works:
-        expected = sum(maps for maps, work in transfers if work >= threshold)
-        assert run_workers(fused_on_gpus, 2, threshold) == [(expected, transfers)] * 2
+    num_fused, transfers = run_workers(fused_on_gpus, 2, 0, 0)[0]
+    assert num_fused == sum(transfer.maps for transfer in transfers)
+    gathers = sorted(transfer.work for transfer in transfers if not transfer.scatters)
+    scatters = [transfer for transfer in transfers if transfer.scatters]
+    assert gathers[0] < gathers[-1] and scatters
+    largest = [transfer for transfer in transfers if not transfer.scatters and transfer.work == gathers[-1]]
+    expected = sum(transfer.maps for transfer in largest)
+    assert run_workers(fused_on_gpus, 2, gathers[-1], 2**62) == [(expected, transfers)] * 2
+    assert run_workers(fused_on_gpus, 2, 2**62, 0) == [(len(scatters), transfers)] * 2
 
 
 def test_case_63_a_compiler_that_fused_nothing_is_an_error() -> None:

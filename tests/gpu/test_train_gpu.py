@@ -111,7 +111,7 @@ def trace_worker(rank: int, world_size: int, port: int, layouts: tuple[Layout, .
             # Shown when the test fails or is cut short: a layout that hangs has a name.
             print(f"{layout.name} ...", flush=rank == 0)
             # Here, in the process that reads it: a pass of 512 tokens would not overlap.
-            with patch.object(async_tp, "FUSED_WORK", 0):
+            with patch.multiple(async_tp, GATHER_WORK=0, SCATTER_WORK=0):
                 trace = trace_layout(
                     tiny_model(layout.force_balance),
                     layout.parallel,
