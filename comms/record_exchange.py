@@ -126,7 +126,7 @@ def create_record_exchange(
     """Allocate this rank's buffers. Collective over all ranks of the run, and alike on all of them.
 
     Args:
-        transport: what moves records; None: torch's NVSHMEM operator.
+        transport: what moves records; None: NVSHMEM.
     """
     if transport is None:
         transport = NvshmemTransport(group, device, layout.buffer_bytes)

@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
 # The first of each is the best over all shapes measured on an H200. Of weight gradients the other one was as good or
 # better on 4 of 14; for the rest, groups of 4 and 8 won in turns on seven shapes, and nothing else did (docs/LOG.md).
-# Specialised are those that nothing runs beside: the others lose more by that than they gain.
+# Specialised are those that share no multiprocessor with what runs beside: the others lose more by that than they gain.
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "up": (Tile(128, 128, 64, 8, 3, group=8, parts=2, specialized=True),),
     "down": (Tile(128, 256, 64, 8, 3, group=8, specialized=True),),

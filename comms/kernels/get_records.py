@@ -58,8 +58,12 @@ def why_not() -> str:
         import torch
 
         return f"torch {torch.__version__} has no NVSHMEM for Triton's kernels ({error})"
-    except RuntimeError as error:
-        return f"{str(error).splitlines()[0]}: pip install 'sluicegate[nvshmem]', or set NVSHMEM_LIB_DIR"
+    except TypeError:
+        return "TRITON_INTERPRET=1 leaves no kernel to link with NVSHMEM: unset it"
+    except (RuntimeError, OSError) as error:
+        # What looks for the library runs `readelf`, which may not be there either.
+        reason = str(error).splitlines()[0].rstrip(".")
+        return f"{reason}; pip install 'sluicegate[nvshmem]', or set NVSHMEM_LIB_DIR to the folder of the library"
     return ""
 
 

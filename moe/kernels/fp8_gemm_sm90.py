@@ -199,9 +199,9 @@ def _multiply(half: gl.constexpr, ring, summed, size, once, how: gl.constexpr, g
                 scale, left_scale, right_scale = power(byte), power(left_byte), power(right_byte)
                 a = a_blocks.index(2 * stage + half)
                 # The next step's scales, the last one's again behind it.
-                ahead = gl.minimum(k + 1, blocks_k - 1)
-                byte = gl.load(at_a + ahead.to(gl.int64) * num_rows)
-                left_byte, right_byte = gl.load(at_left + ahead), gl.load(at_right + ahead)
+                after = gl.minimum(k + 1, blocks_k - 1)
+                byte = gl.load(at_a + after.to(gl.int64) * num_rows)
+                left_byte, right_byte = gl.load(at_left + after), gl.load(at_right + after)
                 mbarrier.wait(ready.index(2 * stage), phase)
                 for _ in range(once):
                     b = b_blocks.index(2 * stage).permute((1, 0))

@@ -203,7 +203,7 @@ def test_multiplications_are_counted_as_they_are_done(name: str, layout: Layout)
 
 def fused_on_gpus(gather_work: int, scatter_work: int) -> tuple[int, list[Transfer]]:
     """How many a run would say it fuses, of 16 tokens; and all transfers."""
-    model, _ = build(MODELS["qwen3"], NATIVE.parallel)
+    model, _ = build(MODELS["deepseek"], NATIVE.parallel)
     mesh = replace(build_mesh(NATIVE.parallel, torch.device("cpu")), device=torch.device("cuda"))
     bounds = {"GATHER_WORK": gather_work, "SCATTER_WORK": scatter_work}
     with patch("parallel.async_tp.unavailable", lambda *_: None), patch.multiple(async_tp, **bounds):

@@ -1,7 +1,7 @@
 """The exchange by records between processes, against the collective backend in the same processes.
 
-A transport over gloo stands in for NVSHMEM's operator: the same records and the same splits, in buffers that are
-poisoned before every use. Rows are moved and sums are in the collective backend's order, so equality is exact; the
+A transport over gloo stands in for NVSHMEM: the same records by the same tables, in buffers that are poisoned before
+every use. Rows are moved and sums are in the collective backend's order, so equality is exact; the
 experts of a layer may do their last few elements in another way than the rest, which leaves 1e-6.
 """
 

@@ -1,8 +1,8 @@
-"""The exchange through NVSHMEM's operator on two GPUs, against the collective backend in the same processes.
+"""The exchange through NVSHMEM on two GPUs, against the collective backend in the same processes.
 
 Rows are moved and sums keep the collective backend's order, so whatever both compute is compared bit for bit. Each
 check runs on both ranks with buffers of its own; what it raised is the test's failure. NVSHMEM is asked for across
-hosts, where the same operator runs; two GPUs of one host show what it does, not how fast it is there.
+hosts, where the same kernel runs; two GPUs of one host show what it does, not how fast it is there.
 """
 
 import random
