@@ -112,6 +112,12 @@ class SavedArena:
         tensors = self.rows_SD, self.slots_SK, self.item_rows_I, self.item_weights_I, self.hidden_IH, self.ends
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
+    def entry_bytes(self, num_rows: int, num_items: int) -> int:
+        """Of the buffers, what an entry with so many takes: what is kept of it for backward."""
+        of_rows, of_items = (self.rows_SD, self.slots_SK), (self.item_rows_I, self.item_weights_I, self.hidden_IH)
+        counted = [(num_rows, tensor) for tensor in of_rows] + [(num_items, tensor) for tensor in of_items]
+        return sum(n * t.numel() // max(t.shape[0], 1) * t.element_size() for n, t in counted if t is not None)
+
     @property
     def num_alive(self) -> int:
         """Entries whose gradients somebody may ask for."""

@@ -162,7 +162,7 @@ class Exchange:
     # Programs that put rows, and bytes that are signalled at once, alike on every rank; None: chosen by size.
     num_ctas: int | None = None
     piece_bytes: int | None = None
-    # Tests only: nanoseconds that a put may linger before a piece.
+    # Tests only: nanoseconds that a put may linger before a piece, and again before its signal.
     jitter: int = 0
     # Items that a balanced load brings per own token: what their bound is a multiple of, for messages.
     items_per_token: int = 1

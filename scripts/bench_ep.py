@@ -15,7 +15,8 @@ compiles it. A time is the median over rounds of the slowest rank, measured on t
 backward. `exposed` is the part of a layer's time that is not spent on the slowest rank's share of the same work without
 an exchange, so it is what communication costs, in %.
 
-Memory is of one step beyond tokens, weights, the gradient of the output and the exchange's arena, which is told apart.
+Memory is of one step beyond tokens, weights, the gradient of the output and the exchange's arena, which is told apart;
+so is, with --saved-headroom, the arena of what is kept for backward: `kept` is what a step takes of it, `room` all.
 `syncs` are waits for the device and copies to the host in a profiler's trace of one step. `error` is the worse of
 output and gradient of x, ||a - b|| / ||b|| against collectives and a loop over experts in fp32. `host` is how long the
 host is busy with a step; where nothing waits for the device, that is what launches cost.
@@ -275,12 +276,22 @@ def measure_layers(
         found |= exposed(found, times_alone[experts])
         found |= {figure: over_ranks(value) for figure, value in memory(side, problem).items()}
         arena = None if layer.exchange is None else layer.exchange.layout.num_bytes / 2**30
+        kept, room = kept_bytes(layer, share)
+        found |= {"kept_gib": kept and kept / 2**30, "room_gib": room and room / 2**30}
         found |= {"arena_gib": arena, "syncs": over_ranks(syncs(side, problem))}
         found["errors"] = errors(layer, problem, exact)
         found["error"] = max(found["errors"].values())
         check_ran(layer, backend)
         sides[name] = found
     return {"sides": sides, "alone": times_alone, **load_of(share)}
+
+
+def kept_bytes(layer: MoE, share: Share) -> tuple[float | None, float | None]:
+    """Of the arena of what is kept for backward: what one step takes, on the rank with most, and all; None without."""
+    saved = None if layer.exchange is None else layer.exchange.saved
+    if saved is None:
+        return None, None
+    return over_ranks(saved.entry_bytes(len(share.rows_RD), int(share.num_pairs))), saved.num_bytes
 
 
 def load_of(share: Share) -> dict[str, list[int]]:
@@ -378,6 +389,8 @@ COLUMNS = {
     "fwd_bwd_host_ms": "host ms",
     "peak_gib": "peak GiB",
     "arena_gib": "arena GiB",
+    "kept_gib": "kept GiB",
+    "room_gib": "room GiB",
     "syncs": "syncs",
     "error": "error",
 }

@@ -137,6 +137,8 @@ def _put_back(
             if SIDE_WORDS > 0:
                 target = (base + side_at).to(tl.pointer_type(tl.int32)) + place * SIDE_WORDS
                 move(side + row * SIDE_WORDS, target, routes, num_rows, SIDE_WORDS, SIDE_UNIT, BLOCK, False)
+            if JITTER > 0:
+                linger(program, turn + turns, JITTER)
             signal(pointers, rank, ready_at(me, piece, FLAGS_AT, NUM_RANKS, PIECES), epoch * 65536 + tag)
 
 

@@ -145,6 +145,8 @@ def _put_there(
                     token = tl.load(ours + at // SIDE, mask=inside, other=0).to(tl.int64)
                     words = load_side(weights, ids, token, at % SIDE, inside, WEIGHT_WORDS, NUM_IDS)
                     tl.store(target + at, words, mask=inside)
+            if JITTER > 0:
+                linger(program, turn + turns, JITTER)
             signal(pointers, rank, ready_at(me, piece, FLAGS_AT, NUM_RANKS, PIECES), epoch * 65536 + tag)
 
 

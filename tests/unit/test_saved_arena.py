@@ -128,6 +128,8 @@ def test_a_run_says_what_layers_keep() -> None:
     saved = found.saved
     assert saved is not None and saved.hidden_IH is not None and saved.hidden_IH.shape == (100, 32)
     assert saved.num_bytes == saved.room.num_bytes(8, 2, 32, 2)
+    whole = saved.entry_bytes(saved.room.num_rows, saved.room.num_items)
+    assert whole == saved.num_bytes - saved.ends.nbytes and saved.entry_bytes(1, 0) == 8 * 2 + 2 * 4
     said = use_exchange(layers, found)
     assert f"; {saved.num_bytes:,} bytes (0.00 GiB) for what 4 layers keep for backward: 79 rows and 100 pairs" in said
     assert said.endswith("where 63 and 80 are expected") and all(layer.exchange is found for layer in layers)
