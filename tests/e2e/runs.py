@@ -120,9 +120,9 @@ class Bench:
         """One attempt on two ranks; the last rank gets SIGTERM in the middle of step number `stop_after`."""
         return run_workers(attempt, 2, self.overrides(run_id, *more), stop_after)
 
-    def launch(self, run_id: str, *more: str) -> "Launch":
+    def launch(self, run_id: str, *more: str, on_gpus: bool = False) -> "Launch":
         """One attempt by scripts/train.sh, with two processes."""
-        self.launched.append(Launch(self.folder, run_id, self.overrides(run_id, *more)))
+        self.launched.append(Launch(self.folder, run_id, self.overrides(run_id, *more), on_gpus))
         return self.launched[-1]
 
 
@@ -167,11 +167,13 @@ def _watched_steps(samples: list[list[int]], stop_after: int | None) -> Iterator
 class Launch:
     """scripts/train.sh and the processes it started."""
 
-    def __init__(self, folder: Path, run_id: str, overrides: Sequence[str]) -> None:
+    def __init__(self, folder: Path, run_id: str, overrides: Sequence[str], on_gpus: bool = False) -> None:
         # W&B names its service process in the environment: one that this process started must not serve the run.
         dropped = ("SLURM_", "SLUICEGATE_", "WANDB_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-        kept |= {"PYTHON": sys.executable, "NPROC": "2", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        kept |= {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1"}
+        if not on_gpus:
+            kept["CUDA_VISIBLE_DEVICES"] = ""
         self.run_id = run_id
         self._log = folder / f"{run_id}.{time.monotonic_ns()}.log"
         with open(self._log, "w") as log:
