@@ -127,7 +127,7 @@ class GroupedExperts(nn.Module):
             y_PD = fused_experts(x_PD, weights_P[:, None], *weights, alone, self.config.activation)
         else:
             y_PD = self.grouped(x_PD, weights_P, weights, pairs.offsets_E, exact)
-        return _SumPairs.apply(y_PD, pairs.slots_RK, num_pairs, ends_E)  # type: ignore[no-any-return]
+        return _SumPairs.apply(y_PD, pairs.slots_RK, ends_E)  # type: ignore[no-any-return]
 
     def grouped(
         self, x_PD: Tensor, weights_P: Tensor, weights: ExpertWeights, offsets_E: Tensor, exact: bool
@@ -209,15 +209,15 @@ class _SumPairs(torch.autograd.Function):
     """out[r] = sum of the row's pairs; the mirror of `_GatherPairs`."""
 
     @staticmethod
-    def forward(ctx: Any, y_PD: Tensor, slots_RK: Tensor, num_pairs: int, ends_E: Tensor | None) -> Tensor:
+    def forward(ctx: Any, y_PD: Tensor, slots_RK: Tensor, ends_E: Tensor | None) -> Tensor:
         ctx.save_for_backward(slots_RK, ends_E)
-        ctx.num_pairs = num_pairs
+        ctx.num_pairs = y_PD.shape[0]
         return gather_sum(y_PD, slots_RK)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         slots_RK, ends_E = ctx.saved_tensors
-        return _expand(grads[0], slots_RK, ctx.num_pairs, ends_E), None, None, None
+        return _expand(grads[0], slots_RK, ctx.num_pairs, ends_E), None, None
 
 
 def _expand(rows_RD: Tensor, slots_RK: Tensor, num_pairs: int, ends_E: Tensor | None) -> Tensor:

@@ -84,6 +84,6 @@ def test_a_block_compiles_as_one_graph(name: str) -> None:
     assert READS_A_NUMBER not in check_block(MODELS[name], None)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek", "gpt_oss"])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_block_with_padding_compiles_as_one_graph_that_reads_the_number_of_pairs(name: str) -> None:
     assert check_block(MODELS[name], DOCUMENTS_BS).count(READS_A_NUMBER) == 1
