@@ -1,5 +1,6 @@
 """Which backend exchanges rows, decided once at start, with the reason."""
 
+from dataclasses import fields
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ class BackendChoice(NamedTuple):
     room: str = ""
     # Of the two levels of an exchange between nodes; None: one level.
     ranks_per_node: int | None = None
+    # What was asked for and means nothing, since no row leaves its rank.
+    unused: str = ""
 
 
 # Why rows travel by collectives.
@@ -38,7 +41,7 @@ def choose_backend(config: CommsConfig, group: dist.ProcessGroup | None, device:
         ValueError: for a backend that cannot run here, which is never replaced by another; or nodes that cannot be.
     """
     if group is None or group.size() == 1:
-        return BackendChoice("none", "no row leaves its rank")
+        return BackendChoice("none", "no row leaves its rank", unused=_asked(config))
     if config.backend not in (*REASONS, "symm_mem", "nvshmem"):
         raise ValueError(f"comms.backend={config.backend} is unknown; use auto, collective, symm_mem or nvshmem")
     split = split_into_nodes(config.ranks_per_node, hosts_of(group))
@@ -58,3 +61,15 @@ def choose_backend(config: CommsConfig, group: dist.ProcessGroup | None, device:
     if reason := (unavailable if config.backend == "symm_mem" else nvshmem_unavailable)(group, device):
         raise ValueError(f"comms.backend={config.backend} cannot run here: {reason}; use comms.backend=collective")
     return BackendChoice(config.backend, "as asked")
+
+
+def _asked(config: CommsConfig) -> str:
+    """Settings of how rows travel that are not the default."""
+    payload = config.payload
+    found = [f"comms.backend={config.backend}"] if config.backend != "auto" else []
+    found += [
+        f"comms.payload.{field.name}={getattr(payload, field.name)}"
+        for field in fields(payload)
+        if getattr(payload, field.name) != "model"
+    ]
+    return ", ".join(found)

@@ -70,11 +70,13 @@ def check_experts(config: ParallelConfig, num_experts: int, expert_dim: int) -> 
 def _wrong_product(config: ParallelConfig, world_size: int) -> LayoutError:
     names = ("dp_replicate", "dp_shard", "cp", "tp")
     product = " x ".join(f"{name}={getattr(config, name)}" for name in names)
-    reason = f"parallel sizes {product} do not multiply to the {world_size} processes of this run"
+    processes = "one process" if world_size == 1 else f"{world_size} processes"
+    reason = f"parallel sizes {product} do not multiply to the {processes} of this run"
     others = config.dp_replicate * config.cp * config.tp
     if world_size % others == 0:
         return LayoutError(reason, f"parallel.dp_shard={world_size // others} (or -1) would fit", axes=("dp_shard",))
-    hint = f"start a multiple of {others} processes, or change these sizes so that their product is {world_size}"
+    reason += f"; start {others} with torchrun --nproc-per-node={others}, or a multiple of {others}"
+    hint = f"or change these sizes so that their product is {world_size}"
     return LayoutError(reason, hint, axes=[name for name in ("tp", "cp", "dp_replicate") if getattr(config, name) > 1])
 
 

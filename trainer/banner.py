@@ -58,9 +58,9 @@ def describe_layout(config: Config, mesh: Mesh, model: Transformer) -> list[str]
 
 
 def describe_exchange(choice: BackendChoice) -> str:
-    """What brings rows to the experts of other ranks; empty where none leaves its rank."""
+    """What brings rows to the experts of other ranks; where none leaves its rank, what was asked for in vain."""
     if choice.backend == "none":
-        return ""
+        return f"  experts  {choice.reason}: {choice.unused} has no effect" if choice.unused else ""
     room = f"\n           {choice.room}" if choice.room else ""
     return f"  experts  rows travel by {choice.backend}: {choice.reason}{room}"
 

@@ -13,6 +13,19 @@ def check_exchange(config: Config) -> None:
     _check_chunks(config)
 
 
+def check_device(config: Config, device_type: str) -> None:
+    """What the device says of the exchange, once the number of processes is known and before data are read.
+
+    Raises:
+        ValueError: a backend for GPUs without them.
+    """
+    if config.comms.backend in ("symm_mem", "nvshmem") and config.parallel.ep > 1 and device_type != "cuda":
+        raise ValueError(
+            f"comms.backend={config.comms.backend} needs GPUs, and this run is on {device_type}; use "
+            "comms.backend=collective, or auto"
+        )
+
+
 def _check_room(config: Config) -> None:
     """Bounds of the exchange; how many ranks a token must reach is checked by trainer/layout.py."""
     moe, backend = config.model.moe, config.comms.backend

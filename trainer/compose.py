@@ -336,7 +336,9 @@ def _explain(text: str) -> str:
         return f"{place}{key[1]}={value[1]}: {expected}"
     if "not Optional" in text or "Incompatible value 'None'" in text:
         return f"{place}{key[1]}=null: {expected}"
-    return f"{place}{key[1]}: {expected} ({text.strip().splitlines()[0]})"
+    # What names OmegaConf's own nodes is no help.
+    why = text.strip().splitlines()[0]
+    return f"{place}{key[1]}: {expected}" + ("" if "Node" in why else f" ({why})")
 
 
 def _finish(text: str) -> NoReturn:

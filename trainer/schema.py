@@ -91,14 +91,27 @@ def section_text(key: str) -> str:
     return f"{key} is a section {below}{removal}{INSTEAD.get(key, '')}"
 
 
+# How types read; lists have to be quoted, for the shell.
+TYPE_NAMES: dict[Any, str] = {
+    float: "a number such as 1e-3",
+    int: "a whole number",
+    bool: "true or false",
+    str: "text",
+}
+LIST_NAMES: dict[Any, str] = {float: "a list such as '[0.9,0.95]'", str: "a list such as '[a,b]'"}
+
+
 def type_name(annotation: Any) -> str:
-    """`float or null`, `list of str`: how an annotation reads in a message."""
+    """`a number such as 1e-3 or null`: how an annotation reads in a message."""
+    if annotation in TYPE_NAMES:
+        return TYPE_NAMES[annotation]
     if annotation is type(None):
         return "null"
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return " or ".join(type_name(part) for part in typing.get_args(annotation))
     if typing.get_origin(annotation) is list:
-        return f"list of {type_name(typing.get_args(annotation)[0])}"
+        (item,) = typing.get_args(annotation)
+        return LIST_NAMES.get(item, f"a list of {type_name(item)}")
     return getattr(annotation, "__name__", str(annotation))
 
 

@@ -19,6 +19,7 @@ from comms.symmetric_memory import NoRoomError
 from parallel.mesh import build_mesh
 from trainer.banner import describe_layout, describe_run, describe_sources
 from trainer.build import build_model, choose_expert_tiles
+from trainer.check_exchange import check_device
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import find_checkpoint
 from trainer.compose import exit_with_mistake
@@ -58,6 +59,7 @@ def _attempt(config: Config, overrides: Sequence[str], device: torch.device, loc
     peers = Peers(config.parallel.timeout_seconds)
     try:
         config = settle(config, peers)
+        check_device(config, device.type)
         folder = peers.from_rank0(lambda: enter_folder(config, overrides, peers.size, lock))
     except MISTAKES as error:
         exit_with_mistake(error)

@@ -14,12 +14,14 @@ from trainer.optim import learning_rate
     [
         (["optim.lrr=1"], ["optim.lrr is not a setting", "optim.lr"]),
         (["experiment=dmeo"], ["experiment=dmeo: no such option", "demo"]),
-        (["optim.lr=fast"], ["optim.lr=fast", "must be float"]),
+        (["optim.lr=fast"], ["optim.lr=fast", "must be a number such as 1e-3"]),
         # 2 and 4 divide the experts, but not this one process.
         (["parallel.ep=3"], ["parallel.ep=3 must divide", "= 1 ", "as it is: parallel.ep=1"]),
         (["parallel.ep=2"], ["parallel.ep=2", "1"]),
-        (["parallel.dp_shard=2"], ["dp_shard=2", "1 processes"]),
+        (["parallel.dp_shard=2"], ["dp_shard=2", "one process"]),
         (["train.global_batch_size=3"], ["train.global_batch_size=3", "2 or 4"]),
+        (["parallel.tp=2"], ["the one process of this run; start 2 with torchrun --nproc-per-node=2", "parallel.tp=1"]),
+        (["data.train.text.paths=/no/such"], ["data.train.text.paths: must be a list such as '[a,b]'"]),
         (["model.vocab_size=200"], ["data.tokenizer_vocab_size=257", "model.vocab_size=200"]),
         (["checkpoint.resume=/no/such/place"], ["checkpoint.resume=/no/such/place"]),
         (["data.train.text.paths=[/no/such/place/*.txt]"], ["data.train.text.paths", "/no/such/place"]),

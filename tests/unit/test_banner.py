@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from comms.backend import BackendChoice
+from comms.backend import BackendChoice, choose_backend
+from comms.config import CommsConfig, PayloadConfig
 from parallel.async_tp import AsyncChoice
 from parallel.config import ParallelConfig
 from tests.distributed.tiny_models import QWEN3
@@ -75,6 +76,11 @@ def test_what_does_not_fit_is_told_before_anything_else() -> None:
 
 def test_the_exchange_is_told_with_its_room() -> None:
     assert describe_exchange(BackendChoice("none", "no row leaves its rank")) == ""
+    asked = CommsConfig("symm_mem", PayloadConfig(dispatch="mxfp8"))
+    told = describe_exchange(choose_backend(asked, None, torch.device("cpu")))
+    settings = "comms.backend=symm_mem, comms.payload.dispatch=mxfp8"
+    assert told == f"  experts  no row leaves its rank: {settings} has no effect"
+    assert describe_exchange(choose_backend(CommsConfig(), None, torch.device("cpu"))) == ""
     assert (
         describe_exchange(BackendChoice("collective", "as asked")) == "  experts  rows travel by collective: as asked"
     )
