@@ -197,6 +197,9 @@ def table(result: dict[str, Any]) -> str:
     lines += [line for case in result["cases"] for line in lines_of(case)]
     for mode, milliseconds in result["block"].items():
         lines.append(f"{'two blocks, fwd + bwd':34}{mode:8}{milliseconds:>9.3f}")
+    lines.append("cases: what travels, M, N, K / rows of a piece (0: as in training); milliseconds, and over `matmul`")
+    if result["dry_run"]:
+        lines.append("a dry run: that it runs is all that its figures say")
     return "\n".join(lines)
 
 

@@ -183,6 +183,14 @@ def measure_shape(name: str, arguments: argparse.Namespace) -> list[dict[str, An
     return entries
 
 
+# Other packages' layers.
+INSTALL = {
+    "sonicmoe": "pip install sonic-moe, for Hopper and Blackwell",
+    "liger": "pip install liger-kernel",
+    "scattermoe": "pip install git+https://github.com/shawntan/scattermoe",
+}
+
+
 def build_sides(problem: Problem, arguments: argparse.Namespace) -> tuple[dict[str, Side], dict[str, str]]:
     """{name: layer} of those that can run here, {name: reason} of the others."""
     sides, absent = {}, {}
@@ -191,7 +199,9 @@ def build_sides(problem: Problem, arguments: argparse.Namespace) -> tuple[dict[s
             side = build(name, problem, compiled=not arguments.eager)
             # Some find out in their first step.
             step(side, problem.x_TD.detach().requires_grad_(), problem.grad_TD)
-        except (ImportError, ValueError) as error:
+        except ImportError as error:
+            absent[name] = f"{error}; {INSTALL[name]}" if name in INSTALL else str(error)
+        except ValueError as error:
             absent[name] = str(error)
         except Exception as error:
             if name in ("fused", "grouped_mm", "torch"):
@@ -325,7 +335,7 @@ def table(name: str, result: dict[str, Any]) -> str:
     lines = [
         f"{name}: load {result['load_max_over_mean']:.2f} x mean, saved >= {result['saved_bound_gib']:.2f} GiB, "
         f"{result['card']}, torch {result['torch']}, {result['commit'][:12]}",
-        f"{'':14}{'fwd':>7}{'bwd':>7}{'f+b':>7}{'ratio':>8}{'peak':>8}{'saved':>8}{'syncs':>7}{'host':>7}{'error':>10}",
+        f"{'TFLOP/s':14}{'fwd':>7}{'bwd':>7}{'f+b':>7}{'ratio':>8}{'peak':>8}{'saved':>8}{'syncs':>7}{'host':>7}{'error':>10}",
     ]
     for side, found in result["sides"].items():
         calls = found.get("first_call_seconds", {})
@@ -337,6 +347,8 @@ def table(name: str, result: dict[str, Any]) -> str:
             + ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in calls.items())
         )
     lines += [f"{side:14}absent: {reason}" for side, reason in result["absent"].items()]
+    if result["dry_run"]:
+        lines.append("a dry run: that it runs is all that its figures say")
     for kernel, found in result.get("kernels", {}).items():
         lines.append(f"  {kernel:18}{found['ms']:>9.3f} ms{found['rate']:>8.0f} {found['unit']}")
     return "\n".join(lines)

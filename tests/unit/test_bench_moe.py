@@ -103,13 +103,22 @@ def test_table() -> None:
         "host_ms": 3.0,
     }
     side |= {"peak_gib": 3.0, "saved_gib": 1.0, "error": 4e-3, "first_call_seconds": {"cold": 20.0, "warm": 1.5}}
-    result = {"load_max_over_mean": 1.1, "saved_bound_gib": 0.9, "card": "H200", "torch": "2", "commit": "abc"}
+    result = {
+        "load_max_over_mean": 1.1,
+        "saved_bound_gib": 0.9,
+        "dry_run": True,
+        "card": "H200",
+        "torch": "2",
+        "commit": "abc",
+    }
     result |= {"sides": {"fused": side}, "absent": {"liger": "none"}}
     result |= {"kernels": {"sort": {"ms": 0.05, "rate": 80.0, "unit": "GB/s"}}}
     lines = table("shape zipf", result).splitlines()
     assert lines[2].split()[:8] == ["fused", "500", "540", "526", "1.250", "3.00", "1.00", "0"]
     assert lines[2].endswith("cold 20.0 s, warm 1.5 s") and lines[3].split() == ["liger", "absent:", "none"]
-    assert lines[4].split() == ["sort", "0.050", "ms", "80", "GB/s"]
+    assert lines[4] == "a dry run: that it runs is all that its figures say"
+    assert lines[5].split() == ["sort", "0.050", "ms", "80", "GB/s"]
+    assert table("shape zipf", {**result, "dry_run": False}).splitlines() == [*lines[:4], lines[5]]
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
