@@ -64,9 +64,9 @@ def choose_backend(config: CommsConfig, group: dist.ProcessGroup | None, device:
 
 
 def _asked(config: CommsConfig) -> str:
-    """Settings of how rows travel that are not the default."""
+    """Settings of how rows travel that ask for more than collectives of rows as they are."""
     payload = config.payload
-    found = [f"comms.backend={config.backend}"] if config.backend != "auto" else []
+    found = [] if config.backend in REASONS else [f"comms.backend={config.backend}"]
     found += [
         f"comms.payload.{field.name}={getattr(payload, field.name)}"
         for field in fields(payload)
