@@ -1,0 +1,35 @@
+"""A worker that crashes is run again, once, and it is told."""
+
+import os
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.harness import run_workers
+from trainer.worker_pool import WorkerError
+
+
+def crash_until(marks: str, times: int, number: int) -> int:
+    """Rank 1 ends by a signal so many times."""
+    if dist.get_rank() == 1 and len(os.listdir(marks)) < times:
+        Path(marks, str(len(os.listdir(marks)))).touch()
+        os.kill(os.getpid(), number)
+    return dist.get_rank()
+
+
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV])
+def test_a_crash_is_told_and_run_again(number: int, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"(?s)crash_until runs again.*failed on rank 1.*exit code"):
+        assert run_workers(crash_until, 2, str(tmp_path), 1, number) == [0, 1]
+
+
+@pytest.mark.parametrize(("times", "number", "runs"), [(3, signal.SIGSEGV, 2), (3, signal.SIGKILL, 1)])
+def test_what_crashes_again_and_what_was_killed_are_failures(
+    times: int, number: int, runs: int, tmp_path: Path
+) -> None:
+    with pytest.warns(UserWarning) if runs > 1 else nullcontext(), pytest.raises(WorkerError, match="exit code"):
+        run_workers(crash_until, 2, str(tmp_path), times, number)
+    assert len(os.listdir(tmp_path)) == runs
