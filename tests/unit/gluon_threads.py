@@ -247,7 +247,7 @@ def run_program(kernel: Any, number: int, arguments: tuple[Any, ...], constants:
         return ring
 
     def specialize(partitions: list[Any], warps: list[int], registers: list[int]) -> None:
-        ready, free, *_ = (ring.parts for ring in rings if isinstance(ring.parts[0], Barrier))
+        ready, free = (ring.parts for ring in rings if isinstance(ring.parts[0], Barrier))
         for number, barrier in enumerate(ready):
             free[number * len(free) // len(ready)].frees.append(barrier)
         raised: list[BaseException] = []
@@ -339,10 +339,6 @@ def _zeros(shape: list[int], dtype: Any, layout: Any = None) -> Value:
     return Value(torch.zeros(shape, dtype=TORCH[dtype]))
 
 
-def _assert(condition: Any) -> None:
-    assert condition
-
-
 def _rounded(asm: str, constraints: str, args: list[Value], dtype: Any, **_: Any) -> Value:
     """The one instruction that is known: pairs to bf16."""
     assert asm.startswith("cvt.rn.bf16x2.f32") and dtype == gl.bfloat16
@@ -354,7 +350,6 @@ def _where(condition: Any, x: Any, y: Any) -> Value:
 
 
 _FUNCTIONS: dict[str, Any] = {
-    "static_assert": _assert,
     "static_range": lambda *bounds: range(*(int(Value(bound).data) for bound in bounds)),
     "arange": lambda first, end, layout=None: Value(torch.arange(first, end)),
     "load": Pointer.load,
