@@ -59,7 +59,9 @@ def temporary_groups() -> Iterator[None]:
     finally:
         forget_exchanges()
         forget_buffers()
-        for group in set(groups) - before:
+        # In the order in which all ranks made them: NCCL's ranks end a group together, and those that begin with
+        # another group wait for each other for ever.
+        for group in [group for group in groups if group not in before]:
             dist.destroy_process_group(group)
         _forget_meshes()
 
