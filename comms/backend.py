@@ -1,4 +1,8 @@
-"""Which backend exchanges rows, decided once at start, with the reason."""
+"""Which backend exchanges rows, decided once at start, with the reason.
+
+`auto` takes symm_mem where that is the fastest and cannot fail: on GPUs of one host that can map each other's memory,
+where the caller has nothing against it; else collectives. All processes of a run come to the same choice.
+"""
 
 from dataclasses import fields
 from typing import NamedTuple
@@ -26,31 +30,33 @@ class BackendChoice(NamedTuple):
     unused: str = ""
 
 
-# Why rows travel by collectives.
-REASONS = {
-    "collective": "as asked",
-    "auto": "symm_mem has to be asked for: it makes room for the most rows and pairs that could come, or for what "
-    "comms.capacity and model.moe.pair_capacity say",
-}
+def choose_backend(
+    config: CommsConfig, group: dist.ProcessGroup | None, device: torch.device, against: str = ""
+) -> BackendChoice:
+    """Turn comms.backend into what the ranks of `group` use. Collective over all processes: each is in one such group.
 
-
-def choose_backend(config: CommsConfig, group: dist.ProcessGroup | None, device: torch.device) -> BackendChoice:
-    """Turn comms.backend into what the ranks of `group` use. Collective over the group.
+    Args:
+        against: why `auto` is not to take symm_mem, as this process sees it; empty: nothing is known.
 
     Raises:
         ValueError: for a backend that cannot run here, which is never replaced by another; or nodes that cannot be.
     """
     if group is None or group.size() == 1:
         return BackendChoice("none", "no row leaves its rank", unused=_asked(config))
-    if config.backend not in (*REASONS, "symm_mem", "nvshmem"):
+    if config.backend not in ("auto", "collective", "symm_mem", "nvshmem"):
         raise ValueError(f"comms.backend={config.backend} is unknown; use auto, collective, symm_mem or nvshmem")
-    split = split_into_nodes(config.ranks_per_node, hosts_of(group))
+    hosts = hosts_of(group)
+    split = split_into_nodes(config.ranks_per_node, hosts)
     levels = None if split.ranks_per_node == group.size() else split.ranks_per_node
-    if config.backend in REASONS:
-        asked = REASONS[config.backend]
-        if config.backend == "auto" and device.type != "cuda":
-            asked = "symm_mem and nvshmem need GPUs"
-        reason = "; ".join(filter(None, (split.reason, asked)))
+    if config.backend in ("auto", "collective"):
+        why = "as asked"
+        if config.backend == "auto":
+            why = _against_symm_mem(group, device, len(set(hosts)), levels is not None, against)
+        if not why:
+            return BackendChoice(
+                "symm_mem", "one host, work on rows while others travel, and room for all that can come"
+            )
+        reason = "; ".join(filter(None, (split.reason, why)))
         return BackendChoice("collective", reason, ranks_per_node=levels)
     if levels is not None and config.ranks_per_node is not None:
         what = "reaches the ranks of one node" if config.backend == "symm_mem" else "knows one level"
@@ -63,10 +69,28 @@ def choose_backend(config: CommsConfig, group: dist.ProcessGroup | None, device:
     return BackendChoice(config.backend, "as asked")
 
 
+def _against_symm_mem(
+    group: dist.ProcessGroup, device: torch.device, num_hosts: int, has_levels: bool, against: str
+) -> str:
+    """Why `auto` does not take symm_mem, on every process alike; empty if it does. Collective over all processes."""
+    if device.type != "cuda":
+        return "symm_mem and nvshmem need GPUs"
+    if num_hosts > 1:
+        against = "symm_mem reaches the GPUs of one host, and nvshmem, which knows one level, has to be asked for"
+    elif has_levels:
+        against = "symm_mem and nvshmem know one level"
+    elif reason := unavailable(group, device):
+        against = f"symm_mem cannot run here: {reason}"
+    # Not of this group alone: ranks with an exchange sum more over all ranks (overflow_flag) than ranks without.
+    every = [""] * dist.get_world_size()
+    dist.all_gather_object(every, against)  # pyright: ignore[reportUnknownMemberType]
+    return next(filter(None, every), "")
+
+
 def _asked(config: CommsConfig) -> str:
     """Settings of how rows travel that ask for more than collectives of rows as they are."""
     payload = config.payload
-    found = [] if config.backend in REASONS else [f"comms.backend={config.backend}"]
+    found = [] if config.backend in ("auto", "collective") else [f"comms.backend={config.backend}"]
     found += [
         f"comms.payload.{field.name}={getattr(payload, field.name)}"
         for field in fields(payload)

@@ -17,7 +17,8 @@ class PayloadConfig:
 class CommsConfig:
     """How rows are exchanged: backend, precision on the wire, bounds."""
 
-    # auto | collective | symm_mem | nvshmem
+    # auto | collective | symm_mem | nvshmem. auto is symm_mem within a host where rows can travel beside work and all
+    # that can come fits the GPUs' memory, else collective. Settings below that are for symm_mem need it said.
     backend: str = "auto"
     payload: PayloadConfig = field(default_factory=PayloadConfig)
     # Room for the rows that a rank receives in one dispatch, as a multiple of its own tokens (of a full micro-batch,

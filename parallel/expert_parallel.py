@@ -30,6 +30,11 @@ from parallel.mesh import Mesh
 from parallel.sizes import check_experts
 from parallel.tensor_parallel import split_parameter
 
+# Why comms.backend=auto is collective for other experts.
+NOT_WHILE_THEY_COMPUTE = (
+    "rows cannot travel while these experts compute, as they do with model.moe.backend=fused, without biases and "
+    "recipes of low precision; otherwise symm_mem has to be asked for"
+)
 # The dim of each weight that counts hidden units: (E, 2, F, D), (E, D, F), (E, 2, F); the down map's bias has none.
 HIDDEN_DIM = {"w_gate_up": 2, "w_down": 2, "b_gate_up": 2, "b_down": None}
 
@@ -56,13 +61,16 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> int:
 
 
 def connect_experts(
-    model: nn.Module, mesh: Mesh, comms: CommsConfig, max_tokens: int, dtype: torch.dtype
+    model: nn.Module, mesh: Mesh, comms: CommsConfig, max_tokens: int, dtype: torch.dtype, no_room: str = ""
 ) -> BackendChoice:
-    """Choose how rows reach the experts and tell every MoE layer. Collective.
+    """Choose how rows reach the experts and tell every MoE layer. Collective over all processes.
+
+    Experts have their precision by now, which says whether rows can travel while they compute.
 
     Args:
         max_tokens: the most tokens that a rank brings to a MoE layer in one pass.
         dtype: of the rows.
+        no_room: why comms.backend=auto is not to take symm_mem for want of memory; empty: there is room.
 
     Raises:
         ValueError: a backend that was asked for cannot run here.
@@ -71,7 +79,10 @@ def connect_experts(
     for layer in layers:
         layer.dispatch_payload = Payload(comms.payload.dispatch, comms.payload.dispatch_grad)
         layer.combine_payload = Payload(comms.payload.combine, comms.payload.combine_grad)
-    choice = choose_backend(comms, mesh.ep_group, mesh.device)
+    against = no_room
+    if comms.backend == "auto" and not _can_exchange(layers, dtype, mesh.device):
+        against = NOT_WHILE_THEY_COMPUTE
+    choice = choose_backend(comms, mesh.ep_group, mesh.device, against)
     if comms.chunks > 1 or comms.saved_headroom is not None:
         _check_chunks(layers, comms, choice.backend, dtype, mesh.device)
     if mesh.ep_group is not None:
@@ -174,6 +185,11 @@ def _describe_saved(saved: SavedArena | None) -> str:
     )
 
 
+def _can_exchange(layers: Sequence[MoE], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether rows can travel while the experts of every layer compute."""
+    return all(layer.experts.can_exchange(dtype, device) for layer in layers)
+
+
 def _check_chunks(
     layers: Sequence[MoE], comms: CommsConfig, backend: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -186,7 +202,7 @@ def _check_chunks(
             f"comms.saved_headroom={comms.saved_headroom} is for rows that travel",
             "comms.saved_headroom=null",
         )
-    if backend != "symm_mem" or not all(layer.experts.can_exchange(dtype, device) for layer in layers):
+    if backend != "symm_mem" or not _can_exchange(layers, dtype, device):
         raise ValueError(
             f"{asked} while experts compute: it needs comms.backend=symm_mem and model.moe.backend=fused, without "
             f"biases and recipes of low precision; or set {without}"

@@ -3,10 +3,11 @@
 1. tensor and expert parallelism   split parameters, so they come before anything wraps these
 2. context parallelism             tells attention how sequences are split
 3. precision                       gives maps a low-precision recipe, which sees the sizes that splitting left
-4. compile                         compiles the inside of blocks
-5. activation checkpoint           wraps blocks
-6. FSDP                            shards whatever parameters are there by now
-7. initial weights                 every rank draws its shard
+4. exchange                        chooses how rows reach the experts, by what these compute in
+5. compile                         compiles the inside of blocks
+6. activation checkpoint           wraps blocks
+7. FSDP                            shards whatever parameters are there by now
+8. initial weights                 every rank draws its shard
 """
 
 from collections.abc import Callable
@@ -38,6 +39,7 @@ def parallelize(
     rule_of: Callable[[str], InitRule],
     seed: int,
     apply_precision: Callable[[nn.Module], object] | None = None,
+    no_room: str = "",
 ) -> BackendChoice:
     """Apply the layout of `mesh` to a model whose blocks are `layers`, in place; says what exchanges rows.
 
@@ -47,14 +49,15 @@ def parallelize(
         max_tokens: the most tokens of one pass on this rank, between attention and feed-forward maps.
         rule_of: how each named parameter starts.
         apply_precision: gives maps of the model another precision than `compute_dtype`.
+        no_room: why comms.backend=auto is not to take symm_mem for want of memory; empty: there is room.
     """
     config = mesh.config
     apply_tensor_parallel(model, mesh, tensor_plan)
     apply_expert_parallel(model, mesh)
-    choice = connect_experts(model, mesh, comms, max_tokens, compute_dtype)
     apply_context_parallel(model, mesh)
     if apply_precision is not None:
         apply_precision(model)
+    choice = connect_experts(model, mesh, comms, max_tokens, compute_dtype, no_room)
     for name, block in list(layers.named_children()):
         if config.compile:
             apply_compile(block)

@@ -25,10 +25,10 @@ def main() -> int:
     # Importing torch takes seconds, and a mistake should not.
     import torch
 
-    from trainer.build import meta_model
     from trainer.checkpoint import load_weights, open_checkpoint
     from trainer.compose import load_config
     from trainer.generate import generate
+    from trainer.meta_model import meta_model
     from trainer.tokenizer import read_tokenizer
 
     try:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from comms.backend import BackendChoice
 from parallel.async_tp import AsyncChoice
 from parallel.mesh import Mesh
-from trainer.build import meta_model
 from trainer.config import Config
+from trainer.meta_model import meta_model
 from trainer.models.transformer import Transformer, count_parameters
 from trainer.planner import describe_memory
 from trainer.precision import apply_precision
@@ -51,7 +51,7 @@ def describe_layout(config: Config, mesh: Mesh, model: Transformer) -> list[str]
     """What laying the model out has settled: who brings rows, what that takes, what overlaps."""
     found = (
         describe_exchange(model.exchange_choice),
-        describe_memory(config, mesh.world_size, mesh.device),
+        describe_memory(config, mesh.world_size, mesh.device, model.exchange_choice.backend),
         describe_async_tp(model.async_tp),
     )
     return [said for said in found if said]

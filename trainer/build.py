@@ -10,18 +10,10 @@ from parallel.mesh import Mesh
 from parallel.parallelize import parallelize
 from trainer.config import Config
 from trainer.layout import check_layout
+from trainer.memory_plan import no_room, on_device
+from trainer.meta_model import DTYPES, meta_model
 from trainer.models.transformer import Transformer, init_rule, tensor_plan
 from trainer.precision import apply_precision
-
-# precision.recipe -> dtype of the parameters (the masters that the optimizer updates), dtype of forward and backward.
-DTYPES = {
-    "bf16": (torch.float32, torch.bfloat16),
-    "fp32": (torch.float32, torch.float32),
-    "fp64": (torch.float64, torch.float64),
-    # What trainer/precision.py does not convert is as in bf16.
-    "mxfp8": (torch.float32, torch.bfloat16),
-    "fp8_blockwise": (torch.float32, torch.bfloat16),
-}
 
 
 def build_model(config: Config, mesh: Mesh) -> Transformer:
@@ -47,10 +39,20 @@ def build_model(config: Config, mesh: Mesh) -> Transformer:
         rule_of=lambda name: init_rule(name, config.model),
         seed=config.run.seed,
         apply_precision=lambda model: apply_precision(model, config.precision, mesh.device),
+        no_room=_no_room(config, mesh),
     )
     num_rows = config.train.micro_batch_size * -(-config.train.seq_len // mesh.config.cp)
     model.async_tp = connect_async_tp(model, mesh, num_rows)
     return model
+
+
+def _no_room(config: Config, mesh: Mesh) -> str:
+    """What this GPU's memory says against comms.backend=auto taking symm_mem; empty: nothing."""
+    if config.comms.backend != "auto" or mesh.config.ep == 1 or mesh.device.type != "cuda":
+        return ""
+    # What is really there: cluster.memory_gib is for estimates.
+    memory_gib = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30
+    return no_room(on_device(config, mesh.device), mesh.world_size, memory_gib)
 
 
 def choose_expert_tiles(model: Transformer, config: Config, mesh: Mesh) -> None:
@@ -86,14 +88,3 @@ def _check_alignment(config: Config, mesh: Mesh) -> None:
             raise ValueError(
                 f"{key}={value} must be a multiple of {unit} for bf16 experts{each} on GPUs; nearest: {nearest}."
             )
-
-
-def meta_model(config: Config, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model without memory: for counting, planning, and as the start of every layout."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            return Transformer(config.model)
-    finally:
-        torch.set_default_dtype(previous)

@@ -31,9 +31,10 @@ def _check_room(config: Config) -> None:
     moe, backend = config.model.moe, config.comms.backend
     for key, value in (("comms.capacity", config.comms.capacity), ("model.moe.pair_capacity", moe.pair_capacity)):
         if value is not None and backend not in ("symm_mem", "nvshmem"):
+            makes = "room for all that can come" if backend == "auto" else "as much as is needed"
             raise ValueError(
                 f"{key}={value} bounds the room of comms.backend=symm_mem and nvshmem, and comms.backend={backend} "
-                f"makes as much as is needed; set {key}=null, or comms.backend=symm_mem"
+                f"makes {makes}; set {key}=null, or comms.backend=symm_mem"
             )
     if backend == "nvshmem" and config.parallel.async_tp != "none":
         raise ValueError(

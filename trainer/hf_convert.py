@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer import checkpoint_files as files
-from trainer.build import meta_model
 from trainer.checkpoint import Checkpointer, expect_one_process, open_checkpoint
 from trainer.checkpoint_files import CheckpointReader
 from trainer.compose import config_to_yaml, load_config
@@ -42,6 +41,7 @@ from trainer.huggingface import (
     open_for_all,
     target_folder,
 )
+from trainer.meta_model import meta_model
 from trainer.models.config import ModelConfig
 from trainer.peers import Peers
 from trainer.safetensors_stream import DTYPES

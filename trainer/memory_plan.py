@@ -18,24 +18,31 @@ backward. FSDP reduces the gradients of every micro-batch: from a step's second 
 The allocator's own losses are not counted, nor what a checkpoint copies to save it.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from comms.saved_arena import plan_saved
+from moe.grouped_gemm import resolve_backend
 from parallel.config import ParallelConfig
 from parallel.expert_parallel import HIDDEN_DIM, expected_rows, plan_buffers
 from parallel.sizes import expert_shard_dim
 from trainer.activations import SYMMETRIC, Kept, Load, block_work, further_bytes, head_bytes, kept_by_block
-from trainer.build import DTYPES, meta_model
 from trainer.config import Config
 from trainer.layout import fit_layout
+from trainer.meta_model import DTYPES, meta_model
 from trainer.models.transformer import tensor_plan
 from trainer.validate import accumulation_steps
 
+GIB = 2**30
+# Of a device's memory, what an estimate may take: not everything is counted.
+MARGIN = 0.95
+# Bounds that are proposed, as multiples of what is expected.
+HEADROOM = 1.25
 # What comes and goes, in the order in which tables have it.
 PARTS = ("gradients", "unreduced gradients", "gathered weights", "activations", "block at work", "head")
 LOSS = "loss"
@@ -78,6 +85,8 @@ class Share(NamedTuple):
 
 def plan_memory(config: Config, num_ranks: int, device_type: str = "cuda") -> MemoryPlan:
     """The estimate for a run on `num_ranks` ranks. Needs neither a process group nor a GPU, and allocates nothing.
+
+    comms.backend=auto counts as collective; what it would be, trainer/planner.py and a run's start put in its place.
 
     Raises:
         ValueError: the layout does not fit the ranks, as at a launch.
@@ -238,3 +247,52 @@ def arena_bytes(load: Load) -> int:
     room = plan_saved(num_layers, headroom, rows, (load.routed * moe.top_k, load.pairs))
     hidden = 2 * load.hidden if load.sizes.activation_checkpoint == "none" else None
     return room.num_bytes(config.model.dim, moe.top_k, hidden, load.width)
+
+
+# ---- comms.backend=auto
+
+
+def with_settings(config: Config, changes: Mapping[str, Any]) -> Config:
+    """A copy in which settings, by their dotted keys, have other values."""
+    changed = copy.deepcopy(config)
+    for key, value in changes.items():
+        *path, name = key.split(".")
+        section: Any = changed
+        for part in path:
+            section = getattr(section, part)
+        setattr(section, name, value)
+    return changed
+
+
+def on_device(config: Config, device: torch.device) -> Config:
+    """A copy in which model.moe.backend is what this GPU runs. Low-precision recipes have kernels of their own."""
+    backend = config.model.moe.backend
+    if config.precision.recipe == "bf16":
+        backend = resolve_backend(backend, torch.bfloat16, device)
+    return with_settings(config, {"model.moe.backend": backend})
+
+
+def can_exchange(config: Config, num_ranks: int) -> bool:
+    """Whether symm_mem would have rows travel while the experts compute."""
+    asked = with_settings(config, {"comms.backend": "symm_mem"})
+    return Load(asked, fit_layout(asked, num_ranks), DTYPES[config.precision.recipe][1]).is_exchanged
+
+
+def no_room(config: Config, num_ranks: int, memory_gib: float) -> str:
+    """Why symm_mem, with room for the most that can come, does not fit a device, and what takes less; empty: it fits.
+
+    Empty, too, where rows do not travel while experts compute: that says enough against it.
+    """
+
+    def peak_gib(bounds: Mapping[str, float]) -> float:
+        return plan_memory(with_settings(config, {"comms.backend": "symm_mem", **bounds}), num_ranks).peak / GIB
+
+    if not can_exchange(config, num_ranks) or (peak := peak_gib({})) <= MARGIN * memory_gib:
+        return ""
+    less = [
+        f"with {key}={HEADROOM} it takes {bounded:.1f}"
+        for key in ("comms.saved_headroom", "model.moe.pair_capacity")
+        if (bounded := peak_gib({key: HEADROOM})) < peak
+    ]
+    would = f"with symm_mem the run would take about {peak:.1f} GiB, more than {MARGIN:.0%} of a GPU's {memory_gib:.1f}"
+    return f"{would}; comms.backend=symm_mem has to be asked for: {', '.join(less)}" if less else would

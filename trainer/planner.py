@@ -8,7 +8,6 @@ compared on GPUs, so it warns and never stops a run.
 """
 
 import argparse
-import copy
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,30 +16,34 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe.grouped_gemm import resolve_backend
 from parallel.activation_checkpoint import MODES
-from parallel.expert_parallel import expected_rows
+from parallel.expert_parallel import NOT_WHILE_THEY_COMPUTE, expected_rows
 from trainer.activations import Load
-from trainer.build import DTYPES
 from trainer.compose import compose
 from trainer.config import Config
 from trainer.layout import fit_layout
-from trainer.memory_plan import MemoryPlan, plan_memory
+from trainer.memory_plan import (
+    GIB,
+    HEADROOM,
+    MARGIN,
+    MemoryPlan,
+    can_exchange,
+    no_room,
+    on_device,
+    plan_memory,
+    with_settings,
+)
+from trainer.meta_model import DTYPES
 from trainer.validate import validate
 
-GIB = 2**30
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
-# Of a device's memory, what an estimate should leave for what it does not count.
-MARGIN = 0.95
 # Changes that are told, and the least part of the peak that one is worth telling for.
 NUM_CHANGES, LEAST = 3, 0.02
-# Bounds that are proposed, as multiples of what is expected.
-HEADROOM = 1.25
 # What the words of the table mean.
 MEANINGS = {
     "weights": "parameters: this rank's share",
     "moments": "AdamW's two running averages of each weight",
-    "exchange": "buffers through which rows travel (comms.backend=symm_mem, nvshmem)",
+    "exchange": "buffers through which rows travel (symm_mem, nvshmem)",
     "arena": "what layers keep of rows, in one piece (comms.saved_headroom)",
     "gradients": "summed over the ranks: this rank's share",
     "unreduced gradients": "of the blocks just done, whole, before ranks sum them up",
@@ -69,16 +72,20 @@ class Saving(NamedTuple):
     saved: int
 
 
-def describe_memory(config: Config, num_ranks: int, device: torch.device) -> str:
-    """What a run says before it starts; empty where there is no GPU, whose memory is not to be planned."""
+def describe_memory(config: Config, num_ranks: int, device: torch.device, backend: str) -> str:
+    """What a run says before it starts; empty where there is no GPU, whose memory is not to be planned.
+
+    Args:
+        backend: what exchanges rows in this run (comms/backend.py).
+    """
     if device.type != "cuda":
         return ""
     memory_gib = config.cluster.memory_gib
     if torch.cuda.is_available():
         memory_gib = memory_gib or torch.cuda.get_device_properties(device).total_memory / GIB
-        if config.precision.recipe == "bf16":
-            config = copy.deepcopy(config)
-            config.model.moe.backend = resolve_backend(config.model.moe.backend, torch.bfloat16, device)
+        config = on_device(config, device)
+    if backend != "none":
+        config = with_settings(config, {"comms.backend": backend})
     return describe(config, num_ranks, plan_memory(config, num_ranks), memory_gib)
 
 
@@ -111,13 +118,7 @@ def savings(config: Config, num_ranks: int, plan: MemoryPlan) -> list[Saving]:
     """The changes of one setting that take most off the peak, each alone, all of them legal; the best one first."""
     best: dict[str, Saving] = {}
     for changes in _changes(config, num_ranks):
-        changed = copy.deepcopy(config)
-        for key, value in changes.items():
-            *path, name = key.split(".")
-            section: Any = changed
-            for part in path:
-                section = getattr(section, part)
-            setattr(section, name, value)
+        changed = with_settings(config, changes)
         try:
             validate(changed)
             saved = plan.peak - plan_memory(changed, num_ranks).peak
@@ -166,13 +167,15 @@ def _bounds(config: Config, num_ranks: int) -> Iterator[dict[str, Any]]:
     load = Load(config, fit_layout(config, num_ranks), DTYPES[config.precision.recipe][1])
     if not load.is_symmetric:
         return
+    # Which `auto` may have chosen, but has no bounds of.
+    asked = {"comms.backend": config.comms.backend}
     if config.comms.capacity is None:
         multiple = HEADROOM * expected_rows(config.model.moe, load.sizes.ep, load.routed) / load.routed
-        yield {"comms.capacity": round(multiple, 2)}
+        yield {"comms.capacity": round(multiple, 2)} | asked
     if config.model.moe.pair_capacity is None:
-        yield {"model.moe.pair_capacity": HEADROOM}
+        yield {"model.moe.pair_capacity": HEADROOM} | asked
     if config.comms.saved_headroom is None and load.is_exchanged:
-        yield {"comms.saved_headroom": HEADROOM}
+        yield {"comms.saved_headroom": HEADROOM} | asked
     yield {"comms.backend": "collective"}
 
 
@@ -181,6 +184,29 @@ def _written(value: Any) -> str:
 
 
 # ---- the command
+
+
+def settle_backend(config: Config, num_ranks: int) -> tuple[Config, str]:
+    """What comms.backend=auto would be on GPUs as `cluster` describes them, and why; empty: there is nothing to choose.
+
+    Raises:
+        ValueError: the layout does not fit the ranks.
+    """
+    sizes, cluster = fit_layout(config, num_ranks), config.cluster
+    if config.comms.backend != "auto" or sizes.ep == 1:
+        return config, ""
+    per_node = cluster.gpus_per_node or num_ranks
+    # The ranks of ep follow each other, those of etp between them.
+    is_split = per_node < num_ranks and bool(per_node % (sizes.ep * sizes.etp))
+    if is_split or config.comms.ranks_per_node not in (None, 1, sizes.ep):
+        why = "the ranks of parallel.ep are on several nodes"
+    elif not can_exchange(config, num_ranks):
+        why = NOT_WHILE_THEY_COMPUTE
+    elif cluster.memory_gib is None:
+        why = "cluster.memory_gib is not known; a run takes symm_mem where that fits"
+    elif not (why := no_room(config, num_ranks, cluster.memory_gib)):
+        return with_settings(config, {"comms.backend": "symm_mem"}), "symm_mem: it fits"
+    return with_settings(config, {"comms.backend": "collective"}), f"collective: {why}"
 
 
 def table(plan: MemoryPlan, memory_gib: float | None) -> str:
@@ -208,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.ranks < 1:
             raise ValueError(f"--ranks {arguments.ranks}: must be at least 1")
-        config = compose(arguments.overrides)
+        config, choice = settle_backend(compose(arguments.overrides), arguments.ranks)
         plan = plan_memory(config, arguments.ranks)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -218,10 +244,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         fits = None if memory_gib is None else plan.peak <= MARGIN * memory_gib * GIB
         found = savings(config, arguments.ranks, plan) if fits is False else []
         given = {"memory": None if memory_gib is None else int(memory_gib * GIB), "fits": fits}
+        given["backend"] = config.comms.backend
         print(json.dumps(asdict(plan) | given | {"savings": [saving._asdict() for saving in found]}))
         return 0
     sizes = fit_layout(config, arguments.ranks)
     print(f"{config.model.name} on {arguments.ranks} ranks: {', '.join(f'{a}={getattr(sizes, a)}' for a in AXES)}")
+    if choice:
+        print(f"  comms.backend=auto is counted as {choice}")
     print(table(plan, memory_gib))
     if warning := warn(config, arguments.ranks, plan, memory_gib):
         print(warning)

@@ -300,6 +300,24 @@ def test_a_backend_that_cannot_run_is_never_replaced_by_another() -> None:
     run_workers(check_symm_mem_is_refused, 2)
 
 
+def choices_of_two_groups() -> list[tuple[str, str]]:
+    """Of rank pairs 0 1 and 2 3, as on GPUs that reach each other: without a word against symm_mem, and with one."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank()
+    with patch("comms.backend.unavailable", lambda *_: None):
+        choices = [
+            choose_backend(CommsConfig(), groups[rank // 2], torch.device("cuda"), "no room" if rank == full else "")
+            for full in (None, 3)
+        ]
+    return [(choice.backend, choice.reason) for choice in choices]
+
+
+def test_one_process_without_room_decides_for_all_groups() -> None:
+    every = run_workers(choices_of_two_groups, 4)
+    assert all(found == every[0] for found in every)
+    assert [backend for backend, _ in every[0]] == ["symm_mem", "collective"] and every[0][1][1] == "no room"
+
+
 def check_layer_rows() -> None:
     """A whole layer: what it sends is the number of distinct (token, rank) pairs of its routing."""
     from moe.config import MoEConfig

@@ -4,12 +4,15 @@ Experts are chosen by position: of tokens near a tie, some would go elsewhere fo
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from comms.backend import BackendChoice
+from moe.layer import MoE
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
 from tests.distributed.harness import run_workers
@@ -127,3 +130,29 @@ def test_training_follows_bf16_and_is_not_bf16() -> None:
         errors = {key: relative_error(ours.gradients[key], plain.gradients[key]) for key in plain.gradients}
         most = 0.4 if precision.linears else 0.15
         assert all(0 < error < most for error in errors.values()), (name, errors)
+
+
+def recipes_when_connected(recipe: str) -> list[bool]:
+    """Whether each layer's experts have a recipe when it is chosen how rows reach them."""
+    found: list[bool] = []
+
+    def connect(model: torch.nn.Module, *_: Any) -> BackendChoice:
+        found.extend(layer.experts.recipe is not None for layer in model.modules() if isinstance(layer, MoE))
+        return BackendChoice("collective", "")
+
+    mesh = build_mesh(ParallelConfig(ep=2), torch.device("cpu"))
+    config = Config(
+        model=MODEL,
+        parallel=mesh.config,
+        train=TrainConfig(global_batch_size=2, seq_len=16),
+        precision=PrecisionConfig(recipe),
+    )
+    with patch("parallel.parallelize.connect_experts", connect):
+        build_model(config, mesh)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_how_rows_travel_is_chosen_by_what_experts_compute_in(recipe: str) -> None:
+    """In a recipe of low precision none travel while they compute (comms.backend=auto, comms.chunks)."""
+    assert run_workers(recipes_when_connected, 2, recipe)[0] == [recipe == "mxfp8"]

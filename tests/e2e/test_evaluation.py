@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.e2e.runs import STEPS, Attempt, Bench, columns, contents
-from trainer.build import meta_model
 from trainer.checkpoint import load_weights
 from trainer.compose import load_config
 from trainer.config import Config
 from trainer.data import Batch, build_eval_sets, build_train_loader
+from trainer.meta_model import meta_model
 from trainer.metrics import read_metrics
 from trainer.models.transformer import Transformer
 from trainer.tokenizer import read_tokenizer

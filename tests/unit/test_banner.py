@@ -88,6 +88,14 @@ def test_the_exchange_is_told_with_its_room() -> None:
     assert told == ["  experts  rows travel by symm_mem: as asked", "           an arena of 1.00 GiB per rank"]
 
 
+def test_the_memory_that_is_told_is_that_of_what_exchanges_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of comms.backend=auto, which is no way to exchange rows."""
+    monkeypatch.setattr("trainer.banner.describe_memory", lambda config, num_ranks, device, backend: f"as {backend}")
+    mesh: Any = SimpleNamespace(world_size=2, device=torch.device("cuda"))
+    model: Any = SimpleNamespace(exchange_choice=BackendChoice("symm_mem", ""), async_tp=AsyncChoice("none", 0))
+    assert "as symm_mem" in describe_layout(Config(model=QWEN3), mesh, model)
+
+
 def test_what_a_layout_settles_is_told_where_there_is_something_to_tell() -> None:
     mesh: Any = SimpleNamespace(world_size=1, device=torch.device("cpu"))
     nothing: Any = SimpleNamespace(exchange_choice=BackendChoice("none", ""), async_tp=AsyncChoice("none", 0))

@@ -1,6 +1,7 @@
-"""What the build asks the fused kernels to measure, by layout."""
+"""What the build asks the fused kernels to measure, by layout; and what this GPU's memory says of the exchange."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from parallel.config import ParallelConfig
 from trainer import build
 from trainer.compose import compose
+from trainer.meta_model import meta_model
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,7 @@ def test_tiles_are_chosen_for_what_a_rank_will_have(
     config = compose(["experiment=demo", *overrides, "train.micro_batch_size=2", "train.seq_len=64"])
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(build, "tune", lambda *arguments: asked.append(arguments))
-    model = build.meta_model(config)
+    model = meta_model(config)
     mesh = SimpleNamespace(config=ParallelConfig(**sizes), device=torch.device("cpu"))
     build.choose_expert_tiles(model, config, mesh)
     assert asked == []
@@ -51,3 +53,24 @@ def test_rows_that_are_not_whole_16_bytes_are_refused(model: dict[str, int], etp
         build._check_alignment(config, mesh)
     mesh.device = torch.device("cpu")
     build._check_alignment(config, mesh)
+
+
+def test_the_memory_that_is_there_decides_whether_auto_may_be_symm_mem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no word of `cluster`; nobody is asked where there is nothing to choose."""
+    words = ["experiment=qwen3_30b_a3b", "parallel.ep=8", "cluster.memory_gib=1"]
+    memory = {"gib": 139}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory["gib"] * 2**30)
+    )
+    mesh: Any = SimpleNamespace(config=ParallelConfig(ep=8), device=torch.device("cuda"), world_size=8)
+    assert build._no_room(compose(words), mesh) == ""
+    memory["gib"] = 40
+    assert "of a GPU's 40.0; comms.backend=symm_mem has to be asked for" in build._no_room(compose(words), mesh)
+    # What these experts are is said elsewhere.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert build._no_room(compose(words), mesh) == ""
+    monkeypatch.setattr(build, "no_room", lambda *_: pytest.fail("nothing is to be chosen"))
+    assert build._no_room(compose([*words, "comms.backend=symm_mem"]), mesh) == ""
+    for other in ({"config": ParallelConfig()}, {"device": torch.device("cpu")}):
+        assert build._no_room(compose(words), SimpleNamespace(**{**vars(mesh), **other})) == ""

@@ -10,8 +10,8 @@ import torch
 from comms.symmetric_memory import exchanges
 from trainer.compose import compose
 from trainer.config import Config
-from trainer.memory_plan import MemoryPlan, plan_memory
-from trainer.planner import GIB, MEANINGS, describe, describe_memory, main, savings, table, warn
+from trainer.memory_plan import MARGIN, MemoryPlan, no_room, plan_memory
+from trainer.planner import GIB, MEANINGS, describe, describe_memory, main, savings, settle_backend, table, warn
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EXPERIMENTS = {"qwen3": "qwen3_30b_a3b_bench", "deepseek_v3": "deepseek_v3_16b_bench"}
@@ -120,11 +120,15 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "on 64 ranks: dp_replicate=1, dp_shard=64" in shown and "   of 79" in shown and "warning" not in shown
     # A line for each part that is there, and the kinds of what is kept under it.
-    assert "  weights " in shown and "    block inputs " in shown and "exchange" not in shown
+    assert "  weights " in shown and "    block inputs " in shown
+    assert "  comms.backend=auto is counted as symm_mem: it fits\n" in shown and "  exchange " in shown
+    assert main([*words, "parallel.ep=8", "comms.backend=collective"]) == 0
+    shown = capsys.readouterr().out
+    assert "is counted as" not in shown and "  exchange " not in shown
     assert main([*words, "parallel.ep=8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["peak"] == sum(found["at_peak"].values()) and found["fits"] and found["savings"] == []
-    assert found["memory"] == 79 * GIB
+    assert found["memory"] == 79 * GIB and found["backend"] == "symm_mem" and found["exchange"] > 0
     assert main([*words, "parallel.ep=7"]) == 2
     assert "parallel.ep=7" in capsys.readouterr().err
     assert main(["experiment=qwen3_30b_a3b", "--ranks", "0"]) == 2
@@ -199,18 +203,84 @@ def test_where_nothing_helps_that_is_said() -> None:
 
 def test_a_run_without_gpu_plans_nothing() -> None:
     config = compose(["experiment=qwen3_30b_a3b_bench", "parallel.ep=2"])
-    assert describe_memory(config, 2, torch.device("cpu")) == ""
+    assert describe_memory(config, 2, torch.device("cpu"), "collective") == ""
 
 
 def test_a_run_on_a_gpu_says_it_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose(["experiment=qwen3_30b_a3b_bench", "parallel.ep=2", "cluster.memory_gib=139"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    said = describe_memory(config, 2, torch.device("cuda"))
+    said = describe_memory(config, 2, torch.device("cuda"), "collective")
     assert said.startswith("  memory  about ") and "of 139 GiB per rank" in said and "\n" not in said
     # No fused experts on that card, which keep less.
     fused = describe(config, 2, plan_memory(config, 2), 139.0)
     assert said != fused and config.model.moe.backend == "auto"
+    # What comms.backend=auto has become is counted.
+    assert "exchange" not in said and "exchange" in describe_memory(config, 2, torch.device("cuda"), "symm_mem")
+    assert "exchange" not in describe_memory(config, 2, torch.device("cuda"), "none")
+    assert config.comms.backend == "auto"
+
+
+def test_what_auto_would_be_fits_or_is_told_with_what_takes_less() -> None:
+    words = ["experiment=qwen3_30b_a3b", "parallel.ep=8", "parallel.activation_checkpoint=none"]
+    config = compose(words)
+    symmetric = [*words, "comms.backend=symm_mem"]
+    peak = plan_of(*symmetric, ranks=8).peak / GIB
+    assert no_room(config, 8, peak / MARGIN + 0.01) == "" and config.comms.backend == "auto"
+    said = no_room(config, 8, peak / MARGIN - 0.01)
+    assert said.startswith(f"with symm_mem the run would take about {peak:.1f} GiB, more than 95% of a GPU's ")
+    assert "; comms.backend=symm_mem has to be asked for: with comms.saved_headroom=1.25 it takes " in said
+    for setting in ("comms.saved_headroom=1.25", "model.moe.pair_capacity=1.25"):
+        less = plan_of(*symmetric, setting, ranks=8).peak / GIB
+        assert less < peak and f"with {setting} it takes {less:.1f}" in said
+    # Where blocks are checkpointed an arena may take more than it spares.
+    words = ["experiment=qwen3_30b_a3b_bench", "parallel.ep=8", "train.global_batch_size=32"]
+    full = no_room(compose([*words, "parallel.activation_checkpoint=full"]), 8, 1.0)
+    assert "model.moe.pair_capacity=1.25 it takes" in full and "saved_headroom" not in full
+
+
+@pytest.mark.parametrize("other", ["model.moe.backend=grouped_mm", "precision=fp32", "model.moe.linear_bias=true"])
+def test_experts_through_which_no_rows_travel_are_not_planned(other: str) -> None:
+    """Rows of 66 numbers are none that symm_mem could move: that is no mistake of a run by collectives."""
+    assert (
+        no_room(compose(["experiment=demo", "parallel.ep=2", "model.dim=66", "precision=bf16", other]), 2, 1e-3) == ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks", "backend", "reason"),
+    [
+        ("", 64, "symm_mem", "symm_mem: it fits"),
+        ("comms.backend=nvshmem", 64, "nvshmem", ""),
+        ("parallel.ep=1", 64, "auto", ""),
+        ("parallel.ep=16", 64, "collective", "collective: the ranks of parallel.ep are on several nodes"),
+        ("comms.ranks_per_node=4", 64, "collective", "collective: the ranks of parallel.ep are on several nodes"),
+        ("comms.ranks_per_node=8", 64, "symm_mem", "symm_mem: it fits"),
+        # All on one node, whatever its groups begin with; and groups that nodes cut.
+        ("cluster.gpus_per_node=12", 8, "symm_mem", "symm_mem: it fits"),
+        ("cluster.gpus_per_node=12", 64, "collective", "collective: the ranks of parallel.ep are on several nodes"),
+        ("parallel.tp=2 parallel.etp=2", 64, "collective", "collective: the ranks of parallel.ep are on several nodes"),
+        ("cluster.name=b200", 64, "collective", "collective: rows cannot travel while these experts compute"),
+        ("cluster.memory_gib=15", 64, "collective", "collective: with symm_mem the run would take about "),
+        ("cluster.memory_gib=null", 64, "collective", "collective: cluster.memory_gib is not known"),
+    ],
+)
+def test_auto_is_planned_as_a_run_would_choose(more: str, ranks: int, backend: str, reason: str) -> None:
+    words = ["experiment=qwen3_30b_a3b", "cluster=h100", "parallel.ep=8", "train.global_batch_size=64"]
+    config = compose([*words, *more.split()])
+    asked = config.comms.backend
+    settled, said = settle_backend(config, ranks)
+    assert settled.comms.backend == backend and said.startswith(reason) and bool(said) is bool(reason)
+    assert config.comms.backend == asked
+
+
+def test_bounds_are_told_with_the_backend_that_has_them() -> None:
+    """Where `auto` has become symm_mem, which fits here and not on the card that `cluster` describes."""
+    words = ["experiment=qwen3_30b_a3b", "parallel.ep=8", "parallel.activation_checkpoint=none"]
+    config = compose([*words, "comms.backend=symm_mem"])
+    changes = [change for change, _ in savings(config, 8, plan_memory(config, 8))]
+    bounds = [change for change in changes if "capacity" in change or "headroom" in change]
+    assert bounds and all(change.endswith(" comms.backend=symm_mem") for change in bounds)
 
 
 def test_default_config_can_be_planned() -> None:

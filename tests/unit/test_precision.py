@@ -10,8 +10,8 @@ from moe.experts import GroupedExperts
 from moe.low_precision_linear import LowPrecisionLinear
 from parallel.config import ParallelConfig
 from tests.distributed.tiny_models import DEEPSEEK, QWEN3
-from trainer.build import meta_model
 from trainer.config import Config, PrecisionConfig
+from trainer.meta_model import meta_model
 from trainer.models.config import ModelConfig
 from trainer.precision import apply_precision, choose_linears, linear_names
 from trainer.validate import validate

@@ -11,8 +11,8 @@ import torch
 
 from scripts.bench_train import EXPERIMENTS
 from scripts.torchtitan_baseline import FLAVORS, TokenLoader, add_flavor, build_config
-from trainer.build import meta_model
 from trainer.compose import compose
+from trainer.meta_model import meta_model
 from trainer.models.transformer import count_parameters
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "torchtitan_baseline.py"

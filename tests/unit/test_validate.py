@@ -57,8 +57,8 @@ def refusal(words: str) -> str:
         ("model.moe.pair_capacity=-1", "model.moe.pair_capacity=-1.0: must be positive"),
         (
             "comms.capacity=2",
-            "comms.capacity=2.0 bounds the room of comms.backend=symm_mem and nvshmem, and comms.backend=auto makes as "
-            "much as is needed; set comms.capacity=null, or comms.backend=symm_mem",
+            "comms.capacity=2.0 bounds the room of comms.backend=symm_mem and nvshmem, and comms.backend=auto makes "
+            "room for all that can come; set comms.capacity=null, or comms.backend=symm_mem",
         ),
         ("model.moe.pair_capacity=2", "model.moe.pair_capacity=2.0 bounds the room of comms.backend=symm_mem"),
         ("comms.chunks=0", "comms.chunks=0: must be at least 1; nearest legal: 1"),
