@@ -6,18 +6,15 @@ in symmetric memory, a stream of its own, and flags of one word per (channel, ra
     gather    buffer (O, N * R, X): rank r writes its shard at its place in everybody's whole
     scatter   buffer (N, O, R, X): rank r writes its part of q's rows at place r of q's buffer
 
-    sender    compute:  wait for everybody's credit
-              lane:     copy a piece, signal it; next piece; next receiver
+    sender    lane:     wait for the receiver's credit, copy a piece, signal it; next piece; next receiver
     receiver  compute:  wait for a piece's signal, multiply it; ... after the last read, give the credit back
 
-Nothing that a lane sends needs a thread block, which products leave none of: copies are made by copy engines, and their
-signals are words that the stream itself writes. Pieces are read where they arrived. Of two ranks, the lane adds up each
-piece of a sum as soon as both parts are there, while the next piece is multiplied.
+Copies need no thread blocks, and pieces are read where they arrived. Of two ranks, the lane adds up each piece of a sum
+as soon as both parts are there, while the next piece is multiplied.
 
 A signal is one word that the sender turns from 0 to 1 (after its copies, at system scope) and the receiver back:
-nothing is ever reset, so a captured graph can replay. A piece's word is 0 when it is written: the receiver's credit says
-so. The first use of a buffer needs no credit. Waits are bounded by the device's clock: on expiry the kernel traps, which
-the host sees as a CUDA error. Nothing uses NVLink multicast.
+nothing is ever reset, so a captured graph can replay. The first use of a buffer needs no credit. Waits are bounded by
+the device's clock: on expiry the kernel traps, which the host sees as a CUDA error. Nothing uses NVLink multicast.
 
 Buffers grow to the largest need: collectively, because every rank of the group sees the same shapes.
 """
@@ -47,11 +44,7 @@ class Handle(Protocol):
         ...
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """0 -> 1, once it is 0; a kernel."""
-        ...
-
-    def write_signal(self, dst_rank: int, channel: int) -> None:
-        """0 -> 1, where it is known to be 0; by the stream itself, after all that it was given before."""
+        """0 -> 1, once it is 0."""
         ...
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
@@ -109,11 +102,10 @@ class Lane:
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
 
-    def take_credits(self) -> None:
-        """Wait, on the current stream, until everybody has read what it was sent last time."""
+    def take_credit(self, rank: int) -> None:
+        """Wait until a receiver has read what it was sent last time."""
         if self._used:
-            for rank in after(self.rank, self.size):
-                self.handle.wait_signal(rank, _CREDIT, self.timeout_ms)
+            self.handle.wait_signal(rank, _CREDIT, self.timeout_ms)
 
     def give_credits(self) -> None:
         """Everything that came has been read; the next use needs the others' word for the same."""
@@ -126,7 +118,7 @@ class Lane:
         # Each of them contiguous: copy engines, not a kernel.
         for source, target in zip(piece, place, strict=True):
             target.copy_(source)
-        self.handle.write_signal(to, number)
+        self.handle.put_signal(to, number, self.timeout_ms)
 
     def wait_piece(self, source: int, number: int) -> None:
         """Wait, on the current stream, for a piece of a peer."""
@@ -158,10 +150,10 @@ class _BufferInbox:
         lane.reserve(math.prod(self.shape) * shard_ORX.element_size())
         self.buffer = lane.view(lane.rank, self.shape, shard_ORX.dtype)
         own = rows_of(lane.rank, self.num_rows, slice(0, self.num_rows))
-        lane.take_credits()
         with lane.beside():
             # The rank before this one wants this shard first.
             for to in reversed(after(lane.rank, lane.size)):
+                lane.take_credit(to)
                 theirs = lane.view(to, self.shape, shard_ORX.dtype)[:, own]
                 for number, piece in enumerate(self.pieces):
                     lane.push(shard_ORX[:, piece], to, theirs[:, piece], number)
@@ -212,7 +204,6 @@ class _BufferOutbox:
         self.spaces: dict[int, Tensor] = {}
         # Of two ranks: added up piece by piece, beside the products of the pieces that follow.
         self.sums = like.new_empty(self.shape[1:]) if lane.size == 2 else None
-        lane.take_credits()
 
     def blocks(self) -> Iterator[slice]:
         for rank in (*after(self.lane.rank, self.lane.size), self.lane.rank):
@@ -238,6 +229,8 @@ class _BufferOutbox:
                 self._add(self.sums, number)
             return
         with self.lane.beside():
+            if number == 0:
+                self.lane.take_credit(rank)
             theirs = self.lane.view(rank, self.shape, self.like.dtype)[self.lane.rank]
             self.lane.push(self.spaces[rows.start], rank, theirs[:, self.pieces[number]], number)
 
@@ -311,25 +304,20 @@ def _allocate(group: dist.ProcessGroup, device: torch.device, num_bytes: int) ->
     handle = symmetric.rendezvous(buffer, group.group_name)
     torch.cuda.synchronize(device)
     dist.barrier(group)  # pyright: ignore[reportUnknownMemberType]
-    return _Mapped(buffer, handle, group.rank(), group.size())
+    return _Mapped(buffer, handle)
 
 
 class _Mapped:
     """A handle that keeps its buffer alive."""
 
-    def __init__(self, buffer: Tensor, handle: Any, rank: int, size: int) -> None:
-        self.buffer, self.handle, self.rank, self.size = buffer, handle, rank, size
-        self._words = [handle.get_signal_pad(peer, dtype=torch.uint32) for peer in range(size)]
+    def __init__(self, buffer: Tensor, handle: Any) -> None:
+        self.buffer, self.handle = buffer, handle
 
     def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype) -> Tensor:
         return self.handle.get_buffer(rank, sizes, dtype)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         self.handle.put_signal(dst_rank, channel, timeout_ms)
-
-    def write_signal(self, dst_rank: int, channel: int) -> None:
-        # The word that torch's put_signal and wait_signal mean.
-        self.handle.stream_write_value32(self._words[dst_rank], channel * self.size + self.rank, 1)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         self.handle.wait_signal(src_rank, channel, timeout_ms)

@@ -31,12 +31,6 @@ class FakeHandle:
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         self._turn((dst_rank, channel, self.rank), False)
 
-    def write_signal(self, dst_rank: int, channel: int) -> None:
-        flag, flags = (dst_rank, channel, self.rank), self.shared["flags"]
-        with self.shared["changed"]:
-            assert not flags.get(flag, False), f"{flag} was written before it was read"
-        self._turn(flag, False)
-
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         self._turn((self.rank, channel, src_rank), True)
 
