@@ -175,7 +175,7 @@ def run_experiment(words: Words) -> int:
     workers = Workers(device)
     try:
         workers.start({1, *(layout.num_processes for layout in layouts)})
-        check = ParityCheck(tiny(config, 1).model, recipe, workers, micro_steps)
+        check = ParityCheck(tiny(config, 1, device).model, recipe, workers, micro_steps)
         count = f"{len(layouts)} layout{'s' if len(layouts) > 1 else ''}"
         print(f"{config.experiment}, tiny, {recipe} on {device}: {count} against one process", flush=True)
         verdicts = []
@@ -281,12 +281,12 @@ def _words(sizes: dict[str, int]) -> str:
     return " ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def tiny(config: "Config", num_processes: int) -> "Config":
+def tiny(config: "Config", num_processes: int, device: str = "cpu") -> "Config":
     """The config with its model shrunk and its sequences cut."""
     from trainer.parity_model import batch_shape, shrink
 
     length = batch_shape(num_processes, 1, "cpu")[1]
-    return replace(config, model=shrink(config.model), train=replace(config.train, seq_len=length))
+    return replace(config, model=shrink(config.model, device), train=replace(config.train, seq_len=length))
 
 
 def choose_device(wanted: str, layouts: "list[Layout]") -> str:

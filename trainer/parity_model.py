@@ -14,13 +14,15 @@ from trainer.models.config import AttentionConfig, ModelConfig, RopeConfig
 DIM = 32
 # The least that attention kernels of GPUs take.
 HEAD_DIM = 16
+# Of an expert; on GPUs each of 8 ranks of etp has rows of 16 bytes, which grouped products of bf16 read whole.
+EXPERT_DIM, GPU_EXPERT_DIM = 16, 64
 # What a sequence of 16 tokens can notice.
 WINDOW, CHUNK, CONTEXT = 5, 4, 8
 MAX_HEADS = 8
 
 
-def shrink(model: ModelConfig) -> ModelConfig:
-    """The tiny model: two layers, one of them dense if the model has dense ones."""
+def shrink(model: ModelConfig, device: str = "cpu") -> ModelConfig:
+    """The tiny model for cpu or cuda: two layers, one of them dense if the model has dense ones."""
     dense_only = model.num_dense_layers == model.num_layers
     return replace(
         model,
@@ -33,7 +35,7 @@ def shrink(model: ModelConfig) -> ModelConfig:
         init_std=0.15,
         attention=_attention(model.attention),
         rope=_rope(model.rope),
-        moe=_experts(model.moe),
+        moe=_experts(model.moe, EXPERT_DIM if device == "cpu" else GPU_EXPERT_DIM),
         mtp=replace(model.mtp, depth=min(model.mtp.depth, 2)),
     )
 
@@ -63,14 +65,14 @@ def _rope(rope: RopeConfig) -> RopeConfig:
     return rope if rope.scaling == "none" else replace(rope, original_seq_len=CONTEXT)
 
 
-def _experts(moe: MoEConfig) -> MoEConfig:
+def _experts(moe: MoEConfig, expert_dim: int) -> MoEConfig:
     num_experts = min(moe.num_experts, 8)
     grouped = moe.num_groups > 1
     return replace(
         moe,
         num_experts=num_experts,
         top_k=min(moe.top_k, 3, num_experts),
-        expert_dim=16,
+        expert_dim=expert_dim,
         shared_expert_dim=24 if moe.shared_expert_dim else 0,
         num_groups=4 if grouped else 1,
         top_groups=2 if grouped else 1,

@@ -153,6 +153,10 @@ def test_a_large_layout_is_cut_to_the_processes_there_are() -> None:
 def test_every_experiment_has_a_tiny_twin_with_its_features(name: str) -> None:
     config = compose([f"experiment={name}"])
     tiny = shrink(config.model)
+    # Each of 8 ranks of etp has rows that GPUs read whole (trainer/build.py), and the rest is the same.
+    on_gpus = shrink(config.model, "cuda")
+    assert on_gpus.moe.expert_dim % (8 * 8) == 0
+    assert replace(on_gpus, moe=replace(on_gpus.moe, expert_dim=tiny.moe.expert_dim)) == tiny
     train, data = replace(config.train, seq_len=16), replace(config.data, tokenizer="given")
     validate(replace(config, model=tiny, train=train, data=data))
     for part in ("attention", "rope", "moe", "mtp"):
