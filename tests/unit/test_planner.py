@@ -32,11 +32,13 @@ def test_peaks_are_as_measured(name: str, entry: dict) -> None:
     (peak,) = {run["peak_memory_gib"] for run in entry["runs"] if run["side"] == "ours"}
     overrides = entry["overrides"]
     if not any(word.startswith("model.moe.backend=") for word in overrides):
-        # What `auto` was then.
-        overrides = [*overrides, "model.moe.backend=grouped_mm"]
+        # What `auto` was then: fused since there are exchanges by symmetric memory.
+        experts = "fused" if "comms.backend=symm_mem" in overrides else "grouped_mm"
+        overrides = [*overrides, f"model.moe.backend={experts}"]
     size = entry["world_size"]
     words = [f"experiment={EXPERIMENTS[entry['model']]}", f"model.num_layers={entry['layers']}"]
-    words += [f"train.global_batch_size={entry['local_batch'] * size}", f"parallel.ep={size}"]
+    words += [f"train.micro_batch_size={entry['local_batch']}", f"parallel.ep={size}"]
+    words += [f"train.global_batch_size={entry['local_batch'] * size}"]
     plan = plan_of(*words, *overrides, ranks=size)
     assert plan.peak / GIB == pytest.approx(peak, rel=0.03), name
     assert sum(plan.at_peak.values()) == plan.peak
