@@ -12,6 +12,7 @@ Shapes: O whatever comes before the split dim, R rows of one rank's shard of it,
 
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -97,10 +98,18 @@ def sum_ascending(parts_NORX: Tensor) -> Tensor:
     if size == 2:
         # Two bf16 are added in fp32 and rounded once.
         return parts_NORX[0] + parts_NORX[1]
-    rows = outer * num_rows
-    first = torch.arange(size, device=parts_NORX.device) * rows
-    slots_SN = torch.arange(rows, device=parts_NORX.device)[:, None] + first
+    # What a graph captures is computed when it replays: nothing to keep.
+    capturing = parts_NORX.is_cuda and torch.cuda.is_current_stream_capturing()
+    slots_of_parts = _slots_of_parts.__wrapped__ if capturing else _slots_of_parts
+    slots_SN = slots_of_parts(size, outer * num_rows, parts_NORX.device)
     return gather_sum(parts_NORX.reshape(-1, width), slots_SN).view(outer, num_rows, width)
+
+
+@lru_cache(maxsize=16)
+def _slots_of_parts(size: int, rows: int, device: torch.device) -> Tensor:
+    """(rows, N): where the parts of each row are. Kept: a few numbers of bytes per row, and four launches per sum."""
+    first = torch.arange(size, device=device) * rows
+    return torch.arange(rows, device=device)[:, None] + first
 
 
 def after(rank: int, size: int) -> list[int]:
