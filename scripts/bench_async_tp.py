@@ -70,7 +70,7 @@ BLOCKS = ModelConfig(
 )  # fmt: skip
 HEADER = f"{'':42}{'fwd ms':>9}{'/ matmul':>9}{'bwd ms':>9}{'/ matmul':>9}{'error':>9}"
 TINY = replace(
-    BLOCKS, dim=64, ffn_dim=128, vocab_size=64, attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32)
+    BLOCKS, dim=64, ffn_dim=128, vocab_size=64, attention=AttentionConfig(num_heads=16, num_kv_heads=8, head_dim=8)
 )
 
 

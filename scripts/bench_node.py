@@ -9,16 +9,22 @@ Parts (scripts/node_parts.py), each a program of its own that can fail or run ou
 
     health        every pair's link, wrong bytes, clocks, ECC errors                scripts/node_health.py
     parity        layouts of all GPUs against one: those with every pair of axes
-                  first, then as many of the others as there is time for           scripts/parity.py
+                  first, then as many of the others as there is time for: what
+                  the other parts probably leave, but at least 75 seconds          scripts/parity.py
     comms         the exchange beside a put and NCCL, and what dedup spares         scripts/bench_comms.py
-    ep            an expert-parallel layer over all GPUs                            scripts/bench_ep.py
+    ep            an expert-parallel layer over all GPUs, by symmetric memory       scripts/bench_ep.py
     ep x tp       the same with half as many ranks of EP, experts cut in two
-    async tp      matmuls whose rows travel meanwhile, TP over all GPUs             scripts/bench_async_tp.py
+    async tp      matmuls whose rows travel meanwhile, TP over all GPUs, beside
+                  NCCL                                                             scripts/bench_async_tp.py
     attention     ring and Ulysses, 128k tokens over all GPUs                       scripts/bench_attention.py
     train         Qwen3-30B-A3B (8 GPUs: whole, full activation checkpointing;
                   fewer: 8 layers) beside torchtitan                                scripts/bench_train.py
     weak scaling  8 layers (4 on GPUs below 130 GiB) on 1, 2, 4, 8 GPUs; sizes
-                  that fit beside each other run at the same time
+                  that fit beside each other run at the same time. Where train has
+                  trained the same, its figure is that of the largest size
+
+A part's program that would spend its first seconds importing is started while the part before it runs, and touches no
+GPU before its turn.
 
 The result goes into benchmarks/node_CARD.json, one entry per number of GPUs, and a table to the terminal. Exit code: 0
 all parts went well or had nothing to do, 1 a part failed (the table says why), 2 wrong usage, 130 stopped by Ctrl-C.
@@ -26,6 +32,7 @@ all parts went well or had nothing to do, 1 a part failed (the table says why), 
 
 import argparse
 import contextlib
+import json
 import os
 import runpy
 import signal
@@ -40,13 +47,13 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench_results import ROOT, probe, result_file, stamp, write_result
+from scripts.bench_results import MACHINE, ROOT, TURN, probe, result_file, stamp, write_result
 from scripts.node_parts import Command, Node, Part, parts_of, read_figures
 
 SIZES = (8, 4, 2)
 MINUTES = 9.0
 # Lines of a failed part's output that are shown.
-SHOWN_LINES = 20
+SHOWN_LINES = 60
 # torchrun's workers are in sessions of their own: it must be given the time to end them.
 GRACE_SECONDS = 20.0
 
@@ -68,12 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = probe(arguments.dry_run)
     try:
         settle(arguments, machine)
+        if not arguments.dry_run:
+            os.environ[MACHINE] = json.dumps(machine)
         out = result_file(arguments, "node", machine["card"], "parts")
         with tempfile.TemporaryDirectory(prefix="bench_node_") as folder:
             work = (arguments.work or Path(folder)).resolve()
             work.mkdir(parents=True, exist_ok=True)
-            node = Node(arguments.nproc, machine["memory_gib"], arguments.dry_run, arguments.overrides, work)
-            outcomes = run_parts(chosen_parts(arguments, node), work, 60 * arguments.minutes)
+            outcomes = run_parts(chosen_parts(arguments, machine, work), work, 60 * arguments.minutes)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -128,14 +136,17 @@ def settle(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
         raise ValueError(f"--nproc={arguments.nproc}: there are {machine['gpus']} GPUs")
 
 
-def chosen_parts(arguments: argparse.Namespace, node: Node) -> list[Part]:
+def chosen_parts(arguments: argparse.Namespace, machine: dict[str, Any], work: Path) -> list[Part]:
     """The parts to run, with their limits.
 
     Raises:
         ValueError: a part that does not exist, or a limit that is no number.
     """
+    chosen = () if arguments.parts is None else tuple(name.strip() for name in arguments.parts.split(","))
+    memory_gib, dry_run, seconds = machine["memory_gib"], arguments.dry_run, 60 * arguments.minutes
+    node = Node(arguments.nproc, memory_gib, dry_run, arguments.overrides, work, seconds, chosen)
     parts = {part.name: part for part in parts_of(node)}
-    names = [*parts] if arguments.parts is None else [name.strip() for name in arguments.parts.split(",")]
+    names = chosen or [*parts]
     limits = [word.partition("=") for word in arguments.limit]
     for name in [*names, *(name for name, _, _ in limits)]:
         if name not in parts:
@@ -155,23 +166,67 @@ def run_parts(parts: Sequence[Part], work: Path, seconds: float) -> list[Outcome
     """One after the other, for so long in all; what is told of each is printed as it comes."""
     deadline = time.monotonic() + seconds
     outcomes: list[Outcome] = []
-    for part in parts:
-        print(f"{part.name} ...", file=sys.stderr, flush=True)
-        outcomes.append(run_part(part, work, deadline))
-        print(row(outcomes[-1]._asdict()), file=sys.stderr, flush=True)
+    ahead = Ahead()
+    try:
+        for index, part in enumerate(parts):
+            print(f"{part.name} ...", file=sys.stderr, flush=True)
+            following = [other for other in parts[index + 1 :] if not other.skipped]
+            if following and not part.skipped and time.monotonic() < deadline:
+                ahead.start(following[0], work)
+            outcomes.append(run_part(part, work, deadline, ahead))
+            print(row(outcomes[-1]._asdict()), file=sys.stderr, flush=True)
+    finally:
+        ahead.end()
     return outcomes
 
 
-def run_part(part: Part, work: Path, deadline: float) -> Outcome:
+class Ahead:
+    """Programs that were started before their part's turn, for which they wait."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[Path, Process] = {}
+
+    def start(self, part: Part, work: Path) -> None:
+        """Start those of the first step that can wait."""
+        for command, log in zip(part.steps[0], logs_of(part, 0, work), strict=True):
+            if command.waits:
+                turn_of(log).unlink(missing_ok=True)
+                self.waiting[log] = start(command, log, turn_of(log))
+
+    def take(self, command: Command, log: Path) -> "Process":
+        """The program whose turn it is: it may go on, or is started now."""
+        if log not in self.waiting:
+            return start(command, log)
+        turn_of(log).touch()
+        return self.waiting.pop(log)
+
+    def end(self) -> None:
+        """End those whose turn will not come."""
+        end([*self.waiting.values()])
+
+
+def turn_of(log: Path) -> Path:
+    """The file that says that it is the turn of the program which writes this log."""
+    return log.with_suffix(".turn")
+
+
+def logs_of(part: Part, step: int, work: Path) -> list[Path]:
+    """Where the programs of a step write."""
+    return [work / f"{part.name.replace(' ', '_')}_{step}_{index}.log" for index in range(len(part.steps[step]))]
+
+
+def run_part(part: Part, work: Path, deadline: float, ahead: Ahead) -> Outcome:
     """Run the steps of a part and read what they found."""
     if part.skipped:
         return Outcome(part.name, "skipped", part.skipped)
+    if reason := part.lacks():
+        return Outcome(part.name, "failed", reason)
     begun = time.monotonic()
     limit = min(begun + part.seconds, deadline)
     found: list[Any] = []
     for number, commands in enumerate(part.steps):
-        logs = [work / f"{part.name.replace(' ', '_')}_{number}_{index}.log" for index in range(len(commands))]
-        failure = run_together(commands, logs, limit)
+        logs = logs_of(part, number, work)
+        failure = run_together(commands, logs, limit, ahead)
         if failure is not None:
             status, reason = failure
             return Outcome(part.name, status, reason, time.monotonic() - begun)
@@ -187,7 +242,9 @@ def run_part(part: Part, work: Path, deadline: float) -> Outcome:
     return Outcome(part.name, "ok", told.line, time.monotonic() - begun, told.figures)
 
 
-def run_together(commands: Sequence[Command], logs: Sequence[Path], limit: float) -> tuple[str, str] | None:
+def run_together(
+    commands: Sequence[Command], logs: Sequence[Path], limit: float, ahead: Ahead
+) -> tuple[str, str] | None:
     """Run programs side by side until all have ended; returns status and reason of the first that did not go well."""
     if time.monotonic() >= limit:
         return "late", "there was no time left for it"
@@ -195,7 +252,7 @@ def run_together(commands: Sequence[Command], logs: Sequence[Path], limit: float
     begun = time.monotonic()
     try:
         for command, log in zip(commands, logs, strict=True):
-            processes.append(start(command, log))
+            processes.append(ahead.take(command, log))
         for process in processes:
             process.wait(max(limit - time.monotonic(), 0.01))
     except subprocess.TimeoutExpired:
@@ -268,13 +325,23 @@ class Forked:
 Process = subprocess.Popen[bytes] | Forked
 
 
-def start(command: Command, log: Path) -> Process:
-    """Start a program in a session of its own, so that all of its processes can be ended together."""
+def start(command: Command, log: Path, turn: Path | None = None) -> Process:
+    """Start a program in a session of its own, so that all of its processes can be ended together.
+
+    `turn`: it begins once this file is there.
+    """
+    if command.out is not None:
+        # Of an earlier run in the same folder.
+        command.out.unlink(missing_ok=True)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", "1")
+    if turn is not None:
+        environment[TURN] = str(turn)
     if command.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = command.devices
+        # It has fewer GPUs.
+        environment.pop(MACHINE, None)
     if command.forked and preload():
         return Forked(command.words[1:], environment, log)
     with log.open("w") as output:

@@ -1,21 +1,29 @@
-"""A benchmark whose figures several processes measure together: started here, or there already under torchrun."""
+"""A benchmark whose figures several processes measure together: started here, or there already under torchrun.
+
+Processes that are started here can be had before their turn, so that they have imported everything by then: where
+SLUICEGATE_TURN names a file, they touch no GPU and join no group until it is there. Who started the program makes it.
+"""
 
 import argparse
 import importlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from parallel.process_group import process_group
+from scripts.bench_results import TURN
 from trainer.worker_pool import PRELOADED, WorkerPool, free_port
 
+# Seconds between two looks for a file.
+LOOK_SECONDS = 0.02
 # Gives the figures, alike on every rank; what it returns can be written as JSON.
 Measure = Callable[[argparse.Namespace, torch.device], Any]
 
@@ -54,7 +62,7 @@ def measure_on_ranks(measure: Measure, arguments: argparse.Namespace) -> Any:
             if int(os.environ["RANK"]) != 0:
                 return None
         else:
-            ranks = (free_port(), measure, arguments, file)
+            ranks = (Start(Path(folder) / "port", os.getppid()), measure, arguments, file)
             start_processes(run_rank, ranks, nprocs=arguments.nproc, start_method=method)
         return json.loads(file.read_text())
 
@@ -76,10 +84,43 @@ def start_method(dry_run: bool) -> str:
     return "fork"
 
 
-def run_rank(local_rank: int, port: int | None, measure: Measure, arguments: argparse.Namespace, file: Path) -> None:
-    """One process; `port` is None where the environment names the others already."""
-    if port is not None:
-        world = str(arguments.nproc)
+class Start(NamedTuple):
+    """How processes that are started here find each other, once it is their turn."""
+
+    # Where the first of them writes the port at which it waits for the others.
+    port_file: Path
+    # The process that started the program.
+    starter: int
+
+    def wait(self, local_rank: int) -> int:
+        """The port, when it is this program's turn.
+
+        Raises:
+            RuntimeError: whoever would say so is gone.
+        """
+        if local_rank == 0:
+            self._wait_for_turn()
+            # Not chosen before: somebody else could have taken it by now.
+            written = self.port_file.with_suffix(".part")
+            written.write_text(str(free_port()))
+            written.rename(self.port_file)
+        # Should the first process fail, torch ends those that wait for it.
+        while not self.port_file.exists():
+            time.sleep(LOOK_SECONDS)
+        return int(self.port_file.read_text())
+
+    def _wait_for_turn(self) -> None:
+        turn = os.environ.get(TURN)
+        while turn and not os.path.exists(turn):
+            if not os.path.exists(f"/proc/{self.starter}"):
+                raise RuntimeError(f"process {self.starter} is gone, which should have made {turn}")
+            time.sleep(LOOK_SECONDS)
+
+
+def run_rank(local_rank: int, start: Start | None, measure: Measure, arguments: argparse.Namespace, file: Path) -> None:
+    """One process; `start` is None where the environment names the others already."""
+    if start is not None:
+        port, world = start.wait(local_rank), str(arguments.nproc)
         os.environ.update(RANK=str(local_rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # Our kernels send each row to one rank; beside them, NCCL and torch must too.

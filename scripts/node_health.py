@@ -6,7 +6,7 @@
 Every pair of GPUs is measured, in rounds in which each has another partner, both ways at once:
 
     put, get   copies into and out of memory that the partner has mapped; what came is compared
-    library    the same bytes by all_to_all_single (NCCL)
+    library    the same bytes sent and received by NCCL, in the communicator of all GPUs
 
 Beside that, nvidia-smi's clocks, temperatures and uncorrected ECC errors, where there is one. Problems are pairs
 without access to each other's memory, wrong bytes, ECC errors, and pairs with less than 0.7 of the median speed.
@@ -158,6 +158,8 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
     size = max(int(arguments.megabytes * 1e6) // 16 * 16, 16)
     reason = unavailable(dist.group.WORLD, device)
     mapped = None if reason else Mapped(size, device)
+    # With all ranks: NCCL makes the communicator in which pairs then meet. A pair's own would take seconds.
+    dist.all_reduce(torch.zeros(1, device=device))
     pairs: list[dict[str, Any]] = []
     for partners in rounds_of(dist.get_world_size()):
         mine = measure_pair(partners[dist.get_rank()], size, device, mapped)
@@ -211,11 +213,19 @@ class Mapped:
         return self.handle.get_buffer(rank, self.own.shape, torch.uint8)
 
 
+def swap(sent: torch.Tensor, came: torch.Tensor, partner: int) -> None:
+    """Both ways at once between two ranks, by the library; nothing where a rank is its own partner."""
+    if partner == dist.get_rank():
+        return
+    both = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, came, partner)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+
+
 def measure_pair(partner: int, size: int, device: torch.device, mapped: Mapped | None) -> dict[str, Any]:
     """GB/s of this rank with its partner, and whether wrong bytes came. Collective: the others measure theirs."""
     rank, calls = dist.get_rank(), 2 if device.type == "cpu" else 10
-    splits = [size if other == partner != rank else 0 for other in range(dist.get_world_size())]
-    sent = torch.full((sum(splits),), rank + 1, dtype=torch.uint8, device=device)
+    sent = torch.full((0 if partner == rank else size,), rank + 1, dtype=torch.uint8, device=device)
     came = torch.zeros_like(sent)
 
     def speed(function: Callable[[], Any]) -> float:
@@ -223,7 +233,7 @@ def measure_pair(partner: int, size: int, device: torch.device, mapped: Mapped |
         seconds_of(function, device, 1)
         return size / seconds_of(function, device, calls) / 1e9
 
-    library = speed(lambda: dist.all_to_all_single(came, sent, splits, splits))
+    library = speed(lambda: swap(sent, came, partner))
     found = {"put": None, "get": None, "library": library, "bad": not bool((came == partner + 1).all())}
     if mapped is None:
         return found

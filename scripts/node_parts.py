@@ -4,7 +4,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,27 @@ EP_SHAPE = "Qwen3-30B-A3B"
 FULL_DEPTH = 48
 # GiB of a GPU from which on 8 layers of Qwen3-30B-A3B can be trained on it alone.
 GIB_FOR_ONE_GPU = 130
+# Of the train part on fewer than 8 such GPUs, and so of weak scaling, which takes over its figure.
+ALIKE = ["--layers", 8, "--local-batch", 4, "--steps", 10]
+# Scripts whose ranks wait for their turn (scripts/bench_ranks.py).
+WAITING = ("node_health", "bench_comms", "bench_ep", "bench_async_tp", "bench_attention")
+# Seconds that parts are expected to take on fewer than 8 GPUs and on 8: the former from a run on four H200, less what
+# has been spared since, the latter guessed from them. Of parity what it takes besides the time in which it begins
+# layouts. Of weak scaling the second where the largest size is not taken over.
+EXPECTED = {
+    "health": (35, 45),
+    "parity": (15, 20),
+    "comms": (40, 42),
+    "ep": (45, 48),
+    "ep x tp": (38, 42),
+    "async tp": (30, 32),
+    "attention": (27, 28),
+    "train": (128, 190),
+    "weak scaling": (57, 112),
+}
+# Seconds that are left for parts that take longer than that; the least in which parity begins layouts; and what it may
+# take besides, in which it also gives up a layout that is stuck.
+SPARE, LEAST_FOR_PARITY, PARITY_GRACE = 20, 75, 40
 
 
 class Command(NamedTuple):
@@ -27,6 +49,8 @@ class Command(NamedTuple):
     devices: str | None = None
     # Forked instead of started anew: of a dry run, in which importing would take most of the time.
     forked: bool = False
+    # It can be started before its turn, for which it then waits.
+    waits: bool = False
 
 
 class Told(NamedTuple):
@@ -47,6 +71,8 @@ class Part(NamedTuple):
     read: Callable[[list[Any]], Told]
     # Why it has nothing to run; empty: it has.
     skipped: str = ""
+    # Asked when its turn comes: what it needs of parts before it and cannot find; empty: nothing.
+    lacks: Callable[[], str] = lambda: ""
 
 
 class Node(NamedTuple):
@@ -58,6 +84,9 @@ class Node(NamedTuple):
     # Further settings of our trainer.
     overrides: list[str]
     work: Path
+    # For all parts together, and which of them run; empty: all.
+    seconds: float = 540
+    chosen: Sequence[str] = ()
 
 
 def parts_of(node: Node) -> list[Part]:
@@ -66,22 +95,36 @@ def parts_of(node: Node) -> list[Part]:
     etp = _ep(node, "ep x tp", 2)
     if half < 2:
         etp = Part(etp.name, [], 0, read_ep, f"EP={half} exchanges nothing")
-    return [
+    health, *others = [
         Part("health", [[_bench(node, "node_health", "--nproc", node.nproc)]], 60, read_health),
-        Part("parity", [[parity_command(node)]], 130, read_parity),
         Part("comms", [[comms_command(node)]], 75, read_comms),
         _ep(node, "ep", 1),
         etp,
         Part("async tp", [[async_tp_command(node)]], 75, read_async_tp),
         Part("attention", [[attention_command(node)]], 60, read_attention),
         Part("train", [[train_command(node)]], 200, read_train),
-        Part("weak scaling", weak_steps(node), 150, read_weak),
+        weak_part(node),
     ]
+    return [health, parity_part(node, [health, *others]), *others]
 
 
-def parity_command(node: Node) -> Command:
-    """Layouts of all GPUs for as long as there is time, those that have every pair of axes first."""
-    seconds = 1 if node.dry_run else 75
+def parity_part(node: Node, others: Sequence[Part]) -> Part:
+    """What the other parts leave of the time; that may be little, but not nothing."""
+    names = [part.name for part in others if not part.skipped and (not node.chosen or part.name in node.chosen)]
+    left = node.seconds - SPARE - sum(expected(node, name) for name in ["parity", *names])
+    seconds = 1 if node.dry_run else max(int(left), LEAST_FOR_PARITY)
+    limit = 130 if node.dry_run else seconds + PARITY_GRACE
+    return Part("parity", [[parity_command(node, seconds)]], limit, read_parity)
+
+
+def expected(node: Node, name: str) -> float:
+    """Seconds that a part probably takes; of parity those besides the time in which it begins layouts."""
+    few, many = EXPECTED[name]
+    return few if node.nproc < 8 and (name != "weak scaling" or trains_alike(node)) else many
+
+
+def parity_command(node: Node, seconds: int) -> Command:
+    """Layouts of all GPUs for so long, those that have every pair of axes first."""
     words = [f"nproc={node.nproc}", f"seconds={seconds}", f"device={'cpu' if node.dry_run else 'cuda'}"]
     plain = ["parallel.compile=false", "parallel.activation_checkpoint=none"]
     program = [sys.executable, str(ROOT / "scripts" / "parity.py"), "experiment=qwen3_30b_a3b", "layouts=all"]
@@ -96,13 +139,15 @@ def comms_command(node: Node) -> Command:
 def _ep(node: Node, name: str, etp: int) -> Part:
     words: list[Any] = ["--nproc", node.nproc, "--etp", etp, "--routing", "balanced"]
     if not node.dry_run:
-        words += ["--shapes", EP_SHAPE, "--experts", "fused", "--rounds", 3]
+        # Each further way to exchange rows would be compiled, too.
+        words += ["--shapes", EP_SHAPE, "--backends", "symm_mem", "--experts", "fused", "--rounds", 3]
     return Part(name, [[_bench(node, "bench_ep", *words, tag=f"_etp{etp}")]], 90, read_ep)
 
 
 def async_tp_command(node: Node) -> Command:
     """Two sizes of matmuls under TP of all GPUs, and two dense blocks."""
-    rounds = ("--rows", "8192,32768", "--widths", "8192x8192", "--rounds", 3)
+    # Without torch's fused operators, which did not end in some runs with four GPUs.
+    rounds = ("--sides", "matmul,nccl,ours", "--rows", "8192,32768", "--widths", "8192x8192", "--rounds", 3)
     return _bench(node, "bench_async_tp", "--nproc", node.nproc, *rounds)
 
 
@@ -113,22 +158,62 @@ def attention_command(node: Node) -> Command:
 
 def train_command(node: Node) -> Command:
     """Qwen3-30B-A3B beside torchtitan: whole on 8 GPUs, 8 layers on fewer."""
-    # On CPUs each of torchrun's processes takes seconds to start.
-    nproc, limit = (2, 190) if node.dry_run else (node.nproc, 95)
-    words: list[Any] = ["--nproc", nproc, "--repeats", 1, "--timeout", limit]
-    if not node.dry_run:
+    words: list[Any] = ["--nproc", train_size(node), "--repeats", 1, "--timeout", 190 if node.dry_run else 95]
+    if not node.dry_run and trains_alike(node):
+        words += ALIKE
+    elif not node.dry_run:
         words += ["--steps", 10]
         if node.nproc >= 8:
-            fits = node.memory_gib is None or node.memory_gib >= GIB_FOR_ONE_GPU
-            words += ["--layers", FULL_DEPTH, "--activation-checkpoint", "full", "--local-batch", 4 if fits else 1]
+            batch = 4 if fits_one_gpu(node) else 1
+            words += ["--layers", FULL_DEPTH, "--activation-checkpoint", "full", "--local-batch", batch]
     return _bench(node, "bench_train", *words, *node.overrides, tag="_whole")
 
 
-def weak_steps(node: Node) -> list[list[Command]]:
-    """1, 2, 4, ... GPUs with as many tokens for each; sizes for which there is room run together."""
-    sizes = [1] if node.dry_run else [size for size in (1, 2, 4, 8) if size <= node.nproc]
+def train_size(node: Node) -> int:
+    """GPUs of the train part. On CPUs each of torchrun's processes takes seconds to start."""
+    return 2 if node.dry_run else node.nproc
+
+
+def fits_one_gpu(node: Node) -> bool:
+    """Whether 8 layers can be trained on one GPU."""
+    return node.memory_gib is None or node.memory_gib >= GIB_FOR_ONE_GPU
+
+
+def trains_alike(node: Node) -> bool:
+    """Whether the train part trains what weak scaling does, so that its figure is that of the largest size."""
+    return node.dry_run or (node.nproc < 8 and fits_one_gpu(node))
+
+
+def weak_part(node: Node) -> Part:
+    """1, 2, 4, ... GPUs with as many tokens for each, the last of them from the train part if it trains the same."""
+    sizes = [size for size in (1, 2, 4, 8) if size <= train_size(node)]
+    if not trains_alike(node):
+        return Part("weak scaling", weak_steps(node, sizes), 150, read_weak)
+    whole = train_command(node).out
+    assert whole is not None
+
+    def read(found: list[Any]) -> Told:
+        return read_weak([*found, json.loads(whole.read_text())])
+
+    lacks = partial(untrained, whole, sizes[-1])
+    return Part("weak scaling", weak_steps(node, sizes[:-1]), 150, read, lacks=lacks)
+
+
+def untrained(file: Path, size: int) -> str:
+    """What is missing of the train part's figures of so many GPUs; empty: nothing."""
+    try:
+        (result,) = json.loads(file.read_text()).values()
+    except (OSError, ValueError) as error:
+        return f"the train part, with whose figure it compares, left none: {error}"
+    if result["world_size"] == size and result["tokens_per_second_per_gpu"]["ours"]:
+        return ""
+    return f"the train part, with whose figure it compares, has none of ours on {size} GPUs"
+
+
+def weak_steps(node: Node, sizes: Sequence[int]) -> list[list[Command]]:
+    """So many GPUs each with as many tokens for each GPU; sizes for which there is room run together."""
     limit = 140 if node.dry_run else 70
-    layers = 8 if node.memory_gib is None or node.memory_gib >= GIB_FOR_ONE_GPU else 4
+    own = ["--layers", 8 if fits_one_gpu(node) else 4, "--local-batch", 2, "--steps", 15]
     visible = _devices(node)
     steps: list[list[Command]] = []
     used = node.nproc
@@ -138,7 +223,7 @@ def weak_steps(node: Node) -> list[list[Command]]:
             used = 0
         words: list[Any] = ["--nproc", size, "--repeats", 1, "--baseline", "skip", "--timeout", limit]
         if not node.dry_run:
-            words += ["--layers", layers, "--local-batch", 2, "--steps", 15]
+            words += ALIKE if trains_alike(node) else own
         devices = ",".join(visible[used : used + size]) if visible else None
         command = _bench(node, "bench_train", *words, *node.overrides, tag=f"_weak{size}")
         steps[-1].append(command._replace(devices=devices))
@@ -158,7 +243,8 @@ def _bench(node: Node, script: str, *words: Any, tag: str = "") -> Command:
     out = node.work / f"{script}{tag}.json"
     dry = ["--dry-run"] if node.dry_run else []
     program = [sys.executable, str(ROOT / "scripts" / f"{script}.py")]
-    return Command([*program, *map(str, words), *dry, "--out", str(out)], out, forked=node.dry_run)
+    waits = script in WAITING and not node.dry_run
+    return Command([*program, *map(str, words), *dry, "--out", str(out)], out, forked=node.dry_run, waits=waits)
 
 
 # ---- what their figures say

@@ -16,7 +16,8 @@ weights (two steps are clipped), and whether ranks hold equal copies.
     device=NAME     cpu, cuda, or auto: GPUs where there are enough
     accumulate=N    micro-steps of each step
     seconds=N       begin no further layout when so much time has passed; those that together have every pair of axes
-                    come first (one always runs; without it all of them do)
+                    come first (one always runs; without it all of them do). On GPUs a layout that is at work 20
+                    seconds later is stuck: its ranks tell where
     key=value       any setting of the trainer but those sizes. Of the experiment's own, parallel.compile is left out on
                     CPUs (slow) unless it is given here
 
@@ -46,6 +47,8 @@ MATRIX = ("qwen3_30b_a3b", "deepseek_v3_671b", "gpt_oss_20b")
 PLAIN = ("parallel.compile=false", "parallel.activation_checkpoint=none")
 # Mismatches listed under a layout that is wrong.
 SHOWN = 8
+# With seconds=: how long after them a layout that is still at work is stuck, by device. On CPUs ranks may share a core.
+PATIENCE = {"cuda": 20.0, "cpu": math.inf}
 # More would prove nothing about a tiny model, and bring a machine down.
 MOST_PROCESSES = 64
 DEFAULTS = {
@@ -165,7 +168,7 @@ def run_experiment(words: Words) -> int:
     config = compose(words.overrides)
     layouts = wanted_layouts(words, config)
     # Importing torch takes seconds, and a mistake should not.
-    from trainer.parity_check import ParityCheck, Workers
+    from trainer.parity_check import TIMEOUT_SECONDS, ParityCheck, Workers
 
     device = choose_device(wanted_device, layouts)
     recipe = recipe or ("fp64" if device == "cpu" else "bf16")
@@ -182,8 +185,10 @@ def run_experiment(words: Words) -> int:
         if seconds < math.inf:
             layouts = telling_first(layouts)
         for layout in layouts:
-            if verdicts and time.monotonic() - began > seconds:
+            passed = time.monotonic() - began
+            if verdicts and passed > seconds:
                 break
+            check.timeout = min(max(seconds - passed, 0.0) + PATIENCE[device], TIMEOUT_SECONDS)
             verdicts.append(check.check(layout))
             print(verdict_text(verdicts[-1]), flush=True)
     finally:

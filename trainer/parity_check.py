@@ -5,6 +5,7 @@
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +77,8 @@ class ParityCheck:
         by_position = replace(model, moe=replace(model.moe, force_balance=True))
         self.model = by_position if recipe == "bf16" else model
         self.recipe, self.workers, self.micro_steps = recipe, workers, micro_steps
+        # Seconds after which a trace is stuck; of the next `check`.
+        self.timeout = TIMEOUT_SECONDS
         # By batch size and length, which depend on the number of processes if that is no power of 2.
         self.references: dict[tuple[int, int], Trace] = {}
 
@@ -84,22 +87,39 @@ class ParityCheck:
         began = time.monotonic()
         shape = batch_shape(layout.num_processes, self.micro_steps, self.workers.device)
         try:
-            reference = self._reference(shape)
-            trace = self._trace(layout.num_processes, layout.parallel, shape)
+            reference, trace = self._both(layout, shape)
         except WorkerError as error:
             return Verdict(layout, [], "", float("inf"), time.monotonic() - began, str(error))
         mismatches = compare(trace, reference, BOUNDS[self.recipe])
         return Verdict(layout, mismatches, *worst_error(trace, reference), time.monotonic() - began)
 
-    def _reference(self, shape: tuple[int, int]) -> Trace:
+    def _both(self, layout: Layout, shape: tuple[int, int]) -> tuple[Trace, Trace]:
+        """The reference and the layout's trace; the first time side by side, since both then compile for long."""
+        # Found here: no two threads may start pools at once.
+        alone, pool = self.workers.pool(1), self.workers.pool(layout.num_processes)
+        if shape in self.references or pool is alone:
+            return self._reference(alone, shape), self._trace(pool, layout.parallel, shape)
+        with ThreadPoolExecutor(2) as beside:
+            reference = beside.submit(self._reference, alone, shape)
+            trace = beside.submit(self._trace, pool, layout.parallel, shape)
+            try:
+                # Both, whatever comes of one: a pool at work can be given nothing else.
+                wait([reference, trace])
+                return reference.result(), trace.result()
+            except (KeyboardInterrupt, SystemExit):
+                # Without its processes a thread has nothing to wait for.
+                self.workers.close()
+                raise
+
+    def _reference(self, pool: WorkerPool, shape: tuple[int, int]) -> Trace:
         if shape not in self.references:
             try:
-                self.references[shape] = self._trace(1, ParallelConfig(), shape)
+                self.references[shape] = self._trace(pool, ParallelConfig(), shape)
             except WorkerError as error:
                 raise WorkerError(f"not this layout, but the one process that it is compared with: {error}") from error
         return self.references[shape]
 
-    def _trace(self, num_processes: int, parallel: ParallelConfig, shape: tuple[int, int]) -> Trace:
+    def _trace(self, pool: WorkerPool, parallel: ParallelConfig, shape: tuple[int, int]) -> Trace:
         options: dict[str, Any] = {
             "recipe": self.recipe,
             "steps": STEPS,
@@ -108,8 +128,7 @@ class ParityCheck:
             "micro_steps": self.micro_steps,
             "clip_later": True,
         }
-        pool = self.workers.pool(num_processes)
-        return pool.run(TRACE, self.model, parallel, options, timeout=TIMEOUT_SECONDS)[0]
+        return pool.run(TRACE, self.model, parallel, options, timeout=self.timeout)[0]
 
 
 def train_tiny_model(model: ModelConfig, parallel: ParallelConfig, options: dict[str, Any]) -> Trace | None:

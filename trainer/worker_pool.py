@@ -17,6 +17,7 @@ import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import signal
 import socket
 import time
 import traceback
@@ -32,6 +33,9 @@ from parallel.process_group import process_group, temporary_groups
 GROUP_TIMEOUT_SECONDS = 90
 # After the first failure: how long to collect those of other ranks, one of which may be the cause.
 FAILURE_SECONDS = 1.0
+# The signal that asks a stuck rank for the stack of each thread, and how long it has to answer. What holds up Python, a
+# kernel or a collective, does not hold this up. SIGUSR1 is the trainer's.
+STACK_SIGNAL, STACK_SECONDS = signal.SIGUSR2, 1.0
 # As much as a pipe holds.
 STACK_BYTES = 2**16
 # Imported once for all processes on CPUs. Importing them starts no thread, so that forking is safe.
@@ -54,7 +58,7 @@ class WorkerPool:
         port = free_port()
         self.broken = False
         self.pipes: list[Connection] = []
-        # Through which a rank that a signal ends tells where it was.
+        # Through which a rank that a signal ends, or that is asked by one, tells where it was.
         self.stacks: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(world_size):
@@ -74,7 +78,8 @@ class WorkerPool:
         """`function(*args)` on every rank; the results in rank order.
 
         Raises:
-            WorkerError: with the name of each rank that failed and its traceback. A pool that failed stays closed.
+            WorkerError: with the name of each rank that failed and its traceback, or of each that is stuck and where. A
+                pool that failed stays closed.
         """
         for pipe in self.pipes:
             # A dead worker is found below, by its closed pipe.
@@ -95,8 +100,9 @@ class WorkerPool:
             if failures:
                 deadline = min(deadline, time.monotonic() + FAILURE_SECONDS)
         if len(results) < len(self.pipes):
+            stuck = {} if failures else self._stuck([rank for rank in range(len(self.pipes)) if rank not in results])
             self.close()
-            raise WorkerError(_failure_message(function.__name__, failures, results, len(self.pipes), timeout))
+            raise WorkerError(_failure_message(function.__name__, failures, stuck, len(self.pipes), timeout))
         return [results[rank] for rank in range(len(self.pipes))]
 
     def close(self) -> None:
@@ -107,6 +113,14 @@ class WorkerPool:
             process.kill()
         for process in self.processes:
             process.join(5)
+
+    def _stuck(self, ranks: list[int]) -> dict[int, list[str]]:
+        """Where each of these ranks is: the Python stack of each thread; nothing of one that does not say."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, STACK_SIGNAL)
+        time.sleep(STACK_SECONDS)
+        return {rank: self._stack(rank) for rank in ranks}
 
     def _stack(self, rank: int) -> list[str]:
         """Which signal, and the Python stack of each thread; nothing of a process that ended otherwise."""
@@ -152,10 +166,13 @@ def _context(device: str) -> Any:
     return context
 
 
-def _failure_message(name: str, failures: dict[int, str], results: dict[int, Any], size: int, timeout: float) -> str:
+def _failure_message(
+    name: str, failures: dict[int, str], stuck: dict[int, list[str]], size: int, timeout: float
+) -> str:
     if not failures:
-        stuck = [rank for rank in range(size) if rank not in results]
-        return f"{name}: rank {', '.join(map(str, stuck))} of {size} still busy after {timeout:g} s"
+        head = f"{name}: rank {', '.join(map(str, stuck))} of {size} still busy after {timeout:g} s"
+        stacks = [f"rank {rank} is at\n" + "\n".join(stack) for rank, stack in stuck.items() if stack]
+        return "\n".join([head, *stacks])
     # A rank that lost a peer says so too: the one that died, or else the first that spoke, is the cause.
     ranks = sorted(failures, key=lambda rank: not failures[rank].startswith("the process died"))
     parts = [f"{name} failed on rank {ranks[0]}:\n{failures[ranks[0]].rstrip()}"]
@@ -184,6 +201,7 @@ def _work(rank: int, world_size: int, port: int, device: str, pipe: Connection, 
     descriptor = os.dup(stack.fileno())
     os.set_blocking(descriptor, False)
     faulthandler.enable(descriptor)
+    faulthandler.register(STACK_SIGNAL, descriptor, all_threads=True)
     with contextlib.suppress(EOFError, KeyboardInterrupt), process_group(GROUP_TIMEOUT_SECONDS):
         while True:
             function, args = pipe.recv()

@@ -6,8 +6,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -39,7 +42,7 @@ def test_the_layouts_of_an_experiment_are_right(capsys: pytest.CaptureFixture[st
 
 def test_with_little_time_the_layouts_with_most_pairs_of_axes_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["experiment=qwen3_30b_a3b", "layouts=all", "nproc=2", "recipe=fp32", "seconds=1", "parallel.compile=false"]
-    began = iter([0.0, 0.5, 2.0, 3.0])
+    began = iter([0.0, 0.1, 0.5, 2.0])
     with patch("scripts.parity.time", SimpleNamespace(monotonic=lambda: next(began))):
         assert parity.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -273,6 +276,40 @@ def test_results_of_other_code_do_not_count(tmp_path: Path) -> None:
     assert parity_matrix.code_digest(tmp_path) not in (before, after)
 
 
+def trace_side_by_side(meeting: Path, *args):
+    """Each process goes on once the other trace has begun, too."""
+    (meeting / f"{dist.get_world_size()}_{dist.get_rank()}").touch()
+    while len(list(meeting.iterdir())) < 3:
+        time.sleep(0.02)
+    return parity_check.train_tiny_model(*args)
+
+
+def test_the_reference_is_made_beside_the_first_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = partial(trace_side_by_side, tmp_path)
+    with patch.object(parity_check, "TRACE", trace), patch.object(parity_check, "TIMEOUT_SECONDS", 60.0):
+        assert parity.main(["experiment=qwen3_30b_a3b", "layouts=[tp=2,dp_shard=2]"]) == 0
+    assert capsys.readouterr().out.endswith("2 right, 0 wrong\n")
+
+
+def trace_that_never_ends(*args):
+    dist.barrier()
+    while dist.get_world_size() > 1:
+        time.sleep(0.1)
+    return parity_check.train_tiny_model(*args)
+
+
+def test_a_layout_that_hangs_is_told_with_the_place_of_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=qwen3_30b_a3b", "layouts=[tp=2,dp_shard=2]", "seconds=1"]
+    with patch.object(parity_check, "TRACE", trace_that_never_ends), patch.dict(parity.PATIENCE, cpu=5.0):
+        assert parity.main(words) == 1
+    out = capsys.readouterr().out
+    # seconds= and PATIENCE, less what has passed.
+    assert re.search(r"trace_that_never_ends: rank 0, 1 of 2 still busy after 5\.\d+ s\n", out)
+    places = re.findall(r"rank (\d) is at\n(?:.*\n)*? .*line \d+ in trace_that_never_ends\n", out)
+    assert places == ["0", "1"]
+    assert out.endswith("0 right, 0 wrong, 1 failed to run, 1 not tried (seconds=1)\n")
+
+
 def fail_on_rank_1() -> int:
     if dist.get_rank() == 1:
         raise ValueError("no such thing")
@@ -316,7 +353,12 @@ def test_what_a_task_left_is_gone_before_the_next() -> None:
 
 
 def wait_for_ever() -> None:
+    threading.Thread(target=wait_beside, daemon=True).start()
     signal.pause()
+
+
+def wait_beside() -> None:
+    time.sleep(1000)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +367,14 @@ def wait_for_ever() -> None:
         (fail_on_rank_1, ["fail_on_rank_1 failed on rank 1", "ValueError: no such thing", "line"]),
         (die_in_the_middle_of_a_sum, ["failed on rank 1:\nthe process died (exit code 7)"]),
         (crash_in_native_code, ["died (exit code -11)", "Segmentation fault", "line", "in crash_in_native_code"]),
-        (wait_for_ever, ["wait_for_ever: rank 0, 1 of 2 still busy after 5 s"]),
+        (
+            wait_for_ever,
+            # Each thread of each rank.
+            [
+                "wait_for_ever: rank 0, 1 of 2 still busy after 5 s\nrank 0 is at\nThread",
+                *("in wait_for_ever", "in wait_beside", "\nrank 1 is at\nThread"),
+            ],
+        ),
     ],
 )
 def test_workers_that_fail_are_named(function, expected: list[str]) -> None:

@@ -1,6 +1,8 @@
 """The benchmark of a node: parts that go well, fail and run out of time; what it plans for GPUs; the whole dry run."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ import pytest
 from scripts import bench_node
 from scripts.bench_node import main
 from scripts.node_health import ecc_problems, problems, read_facts, rounds_of
-from scripts.node_parts import Command, Node, Part, Told, parts_of, read_parity, read_weak
+from scripts.node_parts import EXPECTED, Command, Node, Part, Told, parts_of, read_parity, read_weak
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench_node.sh"
@@ -89,6 +91,101 @@ def test_a_part_that_runs_out_of_time_is_stopped_with_its_processes(run, tmp_pat
     assert (file.read_text() if file.exists() else "") == written
 
 
+# Starts a process, tells both in a file, and waits for its turn where it has one.
+WAITS = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+written = pathlib.Path({file!r} + ".new")
+written.write_text(f"{{os.getpid()}} {{child.pid}}")
+written.rename({file!r})
+while (turn := os.environ.get("SLUICEGATE_TURN")) and not os.path.exists(turn):
+    time.sleep(0.02)
+child.kill()
+print(os.getpid(), "goes on at", time.time())
+"""
+# Ends a little after the other program has come up.
+WATCHES = """
+import os, time
+while not os.path.exists({file!r}):
+    time.sleep(0.02)
+time.sleep({seconds})
+print("done at", time.time())
+"""
+
+
+def ahead(name: str, code: str, seconds: float = 60) -> Part:
+    one = part(name, code, seconds=seconds)
+    return one._replace(steps=[[one.steps[0][0]._replace(waits=True)]])
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still run; one that has ended may not have been collected yet."""
+    stats = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
+    return [
+        pid for pid, stat in stats.items() if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    ]
+
+
+def pids_in(file: Path) -> list[int]:
+    return [int(word) for word in file.read_text().split()]
+
+
+def test_the_next_program_comes_up_beside_a_part_and_waits_for_its_turn(run, tmp_path: Path) -> None:
+    file = tmp_path / "up"
+    first = part("first", WATCHES.format(file=str(file), seconds=2))
+    skipped = Part("none", [], 1, lambda found: Told("", found), "nothing to do here")
+    # Its time and its limit count from its turn.
+    second = ahead("second", WAITS.format(file=str(file)), seconds=1.5)
+    # That of an earlier run in the same folder is not its turn.
+    (tmp_path / "second_0_0.turn").touch()
+    code, entry, _, err = run([first, skipped, second, part("third", "print(3)")], "--work", str(tmp_path))
+    assert code == 0, err
+    parts = entry["parts"]
+    ended, went_on = (float(parts[name]["line"].split()[-1]) for name in ("first", "second"))
+    assert went_on > ended and parts["second"]["seconds"] < 1
+    assert parts["second"]["line"].split()[0] == file.read_text().split()[0]
+    # The third cannot wait.
+    assert parts["third"]["status"] == "ok"
+
+
+def test_a_program_whose_turn_does_not_come_is_ended(run, tmp_path: Path) -> None:
+    file = tmp_path / "up"
+    first = part("first", WATCHES.format(file=str(file), seconds=1000))
+    code, entry, *_ = run([first, ahead("second", WAITS.format(file=str(file)))], "--minutes", "0.1")
+    assert code == 1
+    assert entry["parts"]["second"]["line"] == "there was no time left for it"
+    assert len(pids_in(file)) == 2 and not alive(pids_in(file))
+
+
+STOPPED = """
+import runpy, sys
+from scripts import node_parts
+from tests.unit.test_bench_node import WAITS, WATCHES, ahead, part
+
+files = sys.argv.pop(), sys.argv.pop()
+parts = [part("first", WAITS.format(file=files[0]) + "time.sleep(1000)"), ahead("second", WAITS.format(file=files[1]))]
+node_parts.parts_of = lambda node: parts
+sys.argv = ["bench_node.py", "--dry-run", "--commit", "abc"]
+runpy.run_path("scripts/bench_node.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stop_ends_the_programs_of_this_part_and_of_the_next(tmp_path: Path, number: int, expected: int) -> None:
+    files = [tmp_path / "first", tmp_path / "second"]
+    words = [sys.executable, "-c", STOPPED, *map(str, files)]
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as program:
+        deadline = time.monotonic() + 60
+        while not all(file.exists() for file in files) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        pids = [pid for file in files for pid in pids_in(file)]
+        # Of the first part only the child, which it ends, may have ended.
+        assert len(alive(pids)) >= 3
+        program.send_signal(number)
+        assert program.wait(60) == expected, program.stderr
+    assert not alive(pids)
+
+
 def test_no_part_begins_after_the_end(run) -> None:
     code, entry, *_ = run([part("first", "import time; time.sleep(60)"), part("second", "pass")], "--minutes", "0.01")
     assert code == 1
@@ -121,8 +218,23 @@ def test_without_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "1 GPUs found, and the parts need 2; --dry-run runs on CPUs" in capsys.readouterr().err
 
 
-def plan(nproc: int, memory_gib: float | None = 140.0, *overrides: str) -> dict[str, Part]:
-    return {part.name: part for part in parts_of(Node(nproc, memory_gib, False, list(overrides), Path("/w")))}
+def test_programs_are_told_what_the_machine_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = {"gpus": 2, "card": "x", "torch": "2", "cuda": None, "memory_gib": 80}
+    monkeypatch.setattr(bench_node, "probe", lambda dry_run: dict(machine))
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    one = command("from scripts.bench_results import probe; print(probe())")
+    other = command("import os; print(os.environ.get('SLUICEGATE_MACHINE'))")._replace(devices="1")
+    both = Part("both", [[one, other]], 60, lambda found: Told("", found))
+    monkeypatch.setattr(bench_node, "parts_of", lambda node: [both])
+    assert main(["--commit", "abc", "--out", str(tmp_path / "out.json")]) == 0
+    told = json.loads((tmp_path / "out.json").read_text())["2_gpus"]["parts"]["both"]["figures"]
+    # With some of its GPUs alone it asks itself.
+    assert told == [f"{machine}\n", "None\n"]
+
+
+def plan(nproc: int, memory_gib: float | None = 140.0, *overrides: str, **fields) -> dict[str, Part]:
+    node = Node(nproc, memory_gib, False, list(overrides), Path("/w"), **fields)
+    return {part.name: part for part in parts_of(node)}
 
 
 def words(part: Part) -> list[str]:
@@ -138,7 +250,66 @@ def test_the_plan_for_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     together, alone = parts["weak scaling"].steps
     assert [one.devices for one in together] == ["0", "1,2", "3,4,5,6"]
     assert [one.devices for one in alone] == ["0,1,2,3,4,5,6,7"]
-    assert all("--layers 8 " in one for one in words(parts["weak scaling"]))
+    assert all("--layers 8 --local-batch 2 --steps 15" in one for one in words(parts["weak scaling"]))
+    assert parts["weak scaling"].lacks() == ""
+
+
+def test_the_plan_for_four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    parts = plan(4)
+    assert [*parts][:2] == ["health", "parity"] and set(parts) == set(EXPECTED)
+    for name in ("ep", "ep x tp"):
+        assert "--backends symm_mem --experts fused" in words(parts[name])[0]
+    assert "--sides matmul,nccl,ours" in words(parts["async tp"])[0]
+    # Trained alike, but for the number of GPUs.
+    (together,) = parts["weak scaling"].steps
+    assert [one.devices for one in together] == ["0", "1,2"]
+    alike = "--layers 8 --local-batch 4 --steps 10"
+    assert alike in words(parts["train"])[0] and all(alike in one for one in words(parts["weak scaling"]))
+    waiting = [name for name, one in parts.items() if any(each.waits for each in one.steps[0])]
+    assert waiting == ["health", "comms", "ep", "ep x tp", "async tp", "attention"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 540 - 20 - sum(few for few, _ in EXPECTED.values())),
+        ({"seconds": 600.0}, 600 - 20 - sum(few for few, _ in EXPECTED.values())),
+        ({"seconds": 200.0}, 75),
+        ({"chosen": ("parity", "train")}, 540 - 20 - EXPECTED["parity"][0] - EXPECTED["train"][0]),
+    ],
+)
+def test_parity_gets_what_the_others_leave(fields: dict, expected: int) -> None:
+    parity = plan(4, **fields)["parity"]
+    assert f" seconds={expected} " in words(parity)[0] and parity.seconds == expected + 40
+    assert expected >= 75
+
+
+def test_weak_scaling_takes_over_the_figure_of_training(run, tmp_path: Path) -> None:
+    file = tmp_path / "bench_train_whole.json"
+    weak = {one.name: one for one in parts_of(Node(2, None, True, [], tmp_path))}["weak scaling"]
+
+    def figures(size: int, speed: float | None) -> str:
+        speeds = {"ours": speed, "torchtitan": None}
+        return json.dumps({"qwen3": {"world_size": size, "layers": 2, "tokens_per_second_per_gpu": speeds}})
+
+    alone = tmp_path / "alone.json"
+    writes = command(f"import pathlib; pathlib.Path({str(alone)!r}).write_text({figures(1, 100.0)!r})")
+    weak = weak._replace(steps=[[writes._replace(out=alone)]])
+    for text, said in (
+        ("", "the train part, with whose figure it compares, left none: "),
+        (figures(4, 90.0), "the train part, with whose figure it compares, has none of ours on 2 GPUs"),
+        (figures(2, None), "the train part, with whose figure it compares, has none of ours on 2 GPUs"),
+    ):
+        file.write_text(text)
+        code, entry, *_ = run([weak])
+        assert code == 1 and entry["parts"]["weak scaling"]["line"].startswith(said)
+        assert not alone.exists()
+    file.write_text(figures(2, 90.0))
+    code, entry, *_ = run([weak])
+    told = entry["parts"]["weak scaling"]
+    assert code == 0 and told["line"] == "2 layers, tokens/s per GPU 1: 100, 2: 90; 2 GPUs / 1: 0.90"
+    assert set(told["figures"]["by_size"]) == {"1", "2"}
 
 
 def test_the_plan_for_fewer_and_smaller_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
