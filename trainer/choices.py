@@ -36,14 +36,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "guard.nonfinite": ("stop", "skip"),
 }
 
-# Choices of the schema that this version does not carry out yet, and what it does: asking for one is an error and
-# never a silent no-op. A feature deletes its line when it lands.
-AVAILABLE: dict[str, tuple[object, ...]] = {
-    "profile.steps": (0,),
-    # Where profile.steps begin.
-    "profile.start": (10,),
-}
-
 _POSITIVE = (1, math.inf)
 _COUNT = (0, math.inf)
 # Smallest value above zero: for floats that must be positive.
@@ -133,7 +125,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "checkpoint.keep_last": _POSITIVE,
     "guard.max_skipped": _POSITIVE,
     "profile.steps": _COUNT,
-    "profile.start": _COUNT,
+    "profile.start": _POSITIVE,
     "cluster.gpus_per_node": _POSITIVE,
     "cluster.peak_tflops": (_TINY, math.inf),
     "cluster.memory_gib": (_TINY, math.inf),

@@ -179,9 +179,9 @@ class GuardConfig:
 
 @dataclass
 class ProfileConfig:
-    """Which steps to profile."""
+    """Which steps of rank 0 to trace with torch.profiler (trainer/profiler.py)."""
 
-    # Steps profiled by torch.profiler, counted from start; 0 means none.
+    # How many, from step `start` on; 0 means none.
     steps: int = 0
     start: int = 10
 

@@ -9,6 +9,7 @@ This is the only file that sees everything; what a part does is written in that 
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from trainer.hf_run import export_run, inherit_source, start_from
 from trainer.metrics import RunMetrics
 from trainer.optim import build_optimizer, learning_rate, set_learning_rate
 from trainer.peers import Peers
+from trainer.profiler import StepProfiler
 from trainer.run import RunFolder, check_architecture, write_status
 from trainer.run_lock import RunLock
 from trainer.settle import enter_folder, settle, total_steps
@@ -135,6 +137,7 @@ class Trainer:
         self.stop = StopSignal(device)
         self.may_update = NonFinitePolicy(config.guard, self.metrics.say)
         self.room = RoomCheck(peers)
+        self.profiler = StepProfiler(config.profile, folder.path, self.metrics.say)
         self.restore()
         if config.train.eval_only:
             self.check_evaluable()
@@ -239,7 +242,7 @@ class Trainer:
         # So that the run can be used without its data. Not before a resumed run has found its data unchanged.
         self.peers.from_rank0(lambda: self.tokenizer.save(self.folder.path / "tokenizer"))
         metrics.begin(self.step)
-        with collected_together(config.train.gc_every) as garbage:
+        with collected_together(config.train.gc_every) as garbage, closing(self.profiler):
             if not self.take_steps(garbage):
                 return "preempted"
         self.check_room()
@@ -254,7 +257,10 @@ class Trainer:
         config, metrics = self.config, self.metrics
         first, begin = self.step + 1, time.monotonic()
         while self.step < self.total_steps:
+            if self.peers.rank == 0:
+                self.profiler.before(self.step + 1, is_first=self.step + 1 == first)
             result, lr = self.train_one_step()
+            self.profiler.after(self.step)
             last = self.step == self.total_steps
             results = self.evaluate() if self.is_due(config.train.eval_every, last) else {}
             if last or results or self.step % config.train.log_every == 0:

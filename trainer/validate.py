@@ -14,7 +14,7 @@ from typing import Any
 from moe.config import LOW_PRECISION, MoEConfig
 from parallel.config import ParallelConfig, either, nearest_divisors
 from trainer.check_exchange import check_exchange
-from trainer.choices import AVAILABLE, BOUNDS, CHOICES
+from trainer.choices import BOUNDS, CHOICES
 from trainer.config import Config, PrecisionConfig, SourceConfig, TrainConfig
 from trainer.hf_config import HF_PREFIX, choose_family
 from trainer.hf_families import FAMILIES
@@ -35,7 +35,6 @@ def validate(config: Config) -> None:
     """
     _check_choices(config)
     _check_bounds(config)
-    _check_available(config)
     _check_run(config)
     check_sizes(config.model)
     _check_model(config)
@@ -47,6 +46,7 @@ def validate(config: Config) -> None:
     _check_data(config)
     _check_optim(config)
     _check_checkpoint(config)
+    _check_profile(config)
 
 
 def check_run_id(run_id: str) -> str:
@@ -124,14 +124,6 @@ def _bound_text(low: float, high: float, whole: bool) -> str:
     if high == math.inf:
         return f"must be at least {low:g}; nearest legal: {low:g}"
     return f"must be between {low:g} and {high:g}"
-
-
-def _check_available(config: Config) -> None:
-    for pattern, options in AVAILABLE.items():
-        for key, value in values_at(config, pattern):
-            if value not in options:
-                legal = ", ".join("null" if option is None else str(option) for option in options)
-                raise ValueError(f"{key}={value} is not available in this version; available: {legal}")
 
 
 def _check_run(config: Config) -> None:
@@ -378,4 +370,23 @@ def _check_checkpoint(config: Config) -> None:
         raise ValueError(
             "train.eval_only=true has nothing to evaluate with checkpoint.resume=never; "
             "name a checkpoint: checkpoint.init_from=PATH"
+        )
+
+
+def _check_profile(config: Config) -> None:
+    """A trace that would not be made."""
+    asked, train = config.profile, config.train
+    if asked.steps == 0:
+        if asked.start != type(asked).start:
+            raise ValueError(f"profile.start={asked.start} does nothing with profile.steps=0; set profile.steps=1")
+        return
+    if train.eval_only:
+        raise ValueError(f"profile.steps={asked.steps} does nothing with train.eval_only=true; leave it out")
+    last = asked.start + asked.steps - 1
+    if last > train.steps:
+        begin = max(train.steps - asked.steps + 1, 1)
+        raise ValueError(
+            f"profile.steps={asked.steps} from profile.start={asked.start} end with step {last}, and the run with "
+            f"train.steps={train.steps}; nearest legal: profile.start={begin}"
+            + ("" if asked.steps <= train.steps else f" profile.steps={train.steps}")
         )

@@ -8,8 +8,10 @@ def test_tokens_and_max_tokens_follow_a_changed_batch_size(bench: Bench) -> None
     run = bench.path("grown")
     quiet = ["train.eval_every=null", "checkpoint.every=0"]
     allow = "run.allow_changes=[train.steps,train.max_tokens,train.global_batch_size]"
-    first = bench.alone("grown", *quiet, "train.steps=4")
+    first = bench.alone("grown", *quiet, "train.steps=4", "profile.steps=2", "profile.start=3")
     assert first.code == 0, first.err
+    # On the way: an attempt that traces its steps. The next ones do not.
+    assert [file.name for file in (run / "profile").iterdir()] == ["steps_3_to_4.json.gz"]
     second = bench.alone("grown", *quiet, allow, "train.global_batch_size=16", "train.max_tokens=2048")
     assert second.code == 0, second.err
     assert (len(second.samples), status(run)["step"]) == (2, 6)

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from parallel.config import ParallelConfig, nearest_divisors
-from trainer.choices import AVAILABLE, BOUNDS, CHOICES
+from trainer.choices import BOUNDS, CHOICES
 from trainer.compose import compose
 from trainer.config import Config, TrainConfig
 from trainer.schema import known_keys
@@ -99,7 +99,14 @@ def refusal(words: str) -> str:
         ("model.rope.beta_slow=2", "model.rope.beta_slow=2.0 does nothing"),
         ("model.rope.original_seq_len=2048", "model.rope.original_seq_len=2048 does nothing"),
         ("model.rope.truncate=false", "model.rope.truncate=False does nothing"),
-        ("profile.start=3", "profile.start=3 is not available in this version; available: 10"),
+        ("profile.start=3", "profile.start=3 does nothing with profile.steps=0; set profile.steps=1"),
+        ("profile.steps=2 profile.start=0", "profile.start=0: must be at least 1"),
+        (
+            "profile.steps=2 train.steps=10",
+            "end with step 11, and the run with train.steps=10; nearest legal: profile.start",
+        ),
+        ("profile.steps=9 train.steps=4", "nearest legal: profile.start=1 profile.steps=4"),
+        ("profile.steps=2 train.eval_only=true", "profile.steps=2 does nothing with train.eval_only=true"),
         ("model.moe.top_k=1", "set model.moe.normalize_topk=false"),
         ("data.empty_files=ignore", "data.empty_files=ignore: must be one of error, skip"),
         ("data.train.stdlib.hash_range=[0.5,0.1]", "data.train.stdlib.hash_range=[0.5, 0.1]: must be [from, to]"),
@@ -193,7 +200,7 @@ def test_compose_validates() -> None:
 
 def test_tables_name_settings_that_exist() -> None:
     keys = set(known_keys())
-    for table in (CHOICES, BOUNDS, AVAILABLE):
+    for table in (CHOICES, BOUNDS):
         assert {pattern.replace("*", "NAME") for pattern in table} <= keys
 
 
