@@ -158,10 +158,12 @@ def test_a_program_whose_turn_does_not_come_is_ended(run, tmp_path: Path) -> Non
 
 
 STOPPED = """
-import runpy, sys
+import runpy, signal, sys
 from scripts import node_parts
 from tests.unit.test_bench_node import WAITS, WATCHES, ahead, part
 
+# Of a shell's job in the background it would be ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 files = sys.argv.pop(), sys.argv.pop()
 parts = [part("first", WAITS.format(file=files[0]) + "time.sleep(1000)"), ahead("second", WAITS.format(file=files[1]))]
 node_parts.parts_of = lambda node: parts
