@@ -45,9 +45,6 @@ from comms.shard_transport import Inbox, Messages, Transport
 # on two H200 a gather of 2048 rows x 8192 x 4096 wins and one of 2048 x 4096 x 4096 loses; that scatter wins, and
 # smaller ones by less and less (scripts/bench_async_tp.py).
 GATHER_WORK, SCATTER_WORK = 2**36, 2**35
-# The same of more than two ranks: a call has more pieces, which the host issues one by one. On four H200 a gather of
-# 2**37 loses by 5 %, forward and backward together; a scatter, whose forward alone loses by 14 %, wins by 9 %.
-GATHER_WORK_OF_MORE, SCATTER_WORK_OF_MORE = 2**39, 2**37
 
 
 def all_gather_matmul(
@@ -63,12 +60,12 @@ def all_gather_matmul(
     Args:
         weights: one or more, in nn.Linear's orientation; they share the gather.
         dim: the dim that is split over the ranks. The last one is not overlapped.
-        min_work: multiplications of this rank from which transfers overlap; None: as `work_to_overlap` says.
+        min_work: multiplications of this rank from which transfers overlap; None: GATHER_WORK on GPUs, any on CPUs.
         products: names of how each weight multiplies (comms/products.py); None: all in the dtype of x.
     """
     dim, size = dim % x.dim(), _size(group_name)
     products = [AS_THEY_ARE] * len(weights) if products is None else list(products)
-    least = work_to_overlap(x.device, size, scatters=False) if min_work is None else min_work
+    least = work_to_overlap(x.device, scatters=False) if min_work is None else min_work
     if dim == x.dim() - 1 or size * x.numel() * sum(weight.shape[0] for weight in weights) < least:
         whole = gather_dim(x, dim, group_name)
         pairs = zip(products, weights, strict=True)
@@ -91,7 +88,7 @@ def matmul_reduce_scatter(
     # The last dim's size is that of the weight; what scatters it says so itself.
     if dim != x.dim() - 1 and shape[dim] % size:
         raise ValueError(f"dim {dim} of {tuple(shape)} cannot be scattered over {size} ranks: it does not divide")
-    least = work_to_overlap(x.device, size, scatters=True) if min_work is None else min_work
+    least = work_to_overlap(x.device, scatters=True) if min_work is None else min_work
     if dim == x.dim() - 1 or x.numel() * weight.shape[0] < least:
         return reduce_scatter(find_product(product).linear(x, weight), dim, group_name)
     shape[dim] //= size
@@ -99,12 +96,10 @@ def matmul_reduce_scatter(
     return cast(Tensor, found).reshape(*shape[:-1], weight.shape[0])
 
 
-def work_to_overlap(device: torch.device, num_ranks: int, *, scatters: bool) -> int:
+def work_to_overlap(device: torch.device, *, scatters: bool) -> int:
     """Multiplications of one rank from which its products overlap with a gather, or a scatter, by default."""
     if device.type != "cuda":
         return 0
-    if num_ranks > 2:
-        return SCATTER_WORK_OF_MORE if scatters else GATHER_WORK_OF_MORE
     return SCATTER_WORK if scatters else GATHER_WORK
 
 

@@ -70,7 +70,7 @@ def connect_async_tp(model: nn.Module, mesh: Mesh, num_rows: int) -> AsyncChoice
             "parallel.async_tp=native finds no matmul to fuse: the model has none that tensor parallelism splits; set "
             "parallel.async_tp=none"
         )
-    least = [work_to_overlap(mesh.device, mesh.config.tp, scatters=transfer.scatters) for transfer in found]
+    least = [work_to_overlap(mesh.device, scatters=transfer.scatters) for transfer in found]
     num_fused = sum(transfer.maps for transfer, work in zip(found, least, strict=True) if transfer.work >= work)
     if num_fused == 0:
         rows = min(-(-work * num_rows // transfer.work) for transfer, work in zip(found, least, strict=True))

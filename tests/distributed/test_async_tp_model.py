@@ -147,7 +147,7 @@ def refusal(mode: str, on_gpu: bool) -> str:
 
 
 def bound_of(transfer: Transfer) -> int:
-    return async_tp.work_to_overlap(torch.device("cuda"), 2, scatters=transfer.scatters)
+    return async_tp.work_to_overlap(torch.device("cuda"), scatters=transfer.scatters)
 
 
 def test_case_63_what_would_fuse_nothing_is_refused() -> None:
@@ -221,15 +221,6 @@ def test_small_matmuls_are_not_counted() -> None:
     expected = sum(transfer.maps for transfer in largest)
     assert run_workers(fused_on_gpus, 2, gathers[-1], 2**62) == [(expected, transfers)] * 2
     assert run_workers(fused_on_gpus, 2, 2**62, 0) == [(len(scatters), transfers)] * 2
-
-
-def test_of_more_ranks_more_work_is_asked_for() -> None:
-    """What four lost with overlaps no more (docs/LOG.md): a gather of 2**37; a scatter of as much won."""
-    device = torch.device("cuda")
-    for scatters in (False, True):
-        two, four, eight = (async_tp.work_to_overlap(device, size, scatters=scatters) for size in (2, 4, 8))
-        assert two < 2**37 and four == eight
-        assert (four <= 2**37) == scatters
 
 
 def test_case_63_a_compiler_that_fused_nothing_is_an_error() -> None:
