@@ -1,7 +1,7 @@
 """Which backend exchanges rows, decided once at start, with the reason.
 
-`auto` takes symm_mem where that is the fastest and cannot fail: on GPUs of one host that can map each other's memory,
-where the caller has nothing against it; else collectives. All processes of a run come to the same choice.
+`auto` takes symm_mem where that is the fastest: on GPUs of one host that can map each other's memory, where the caller
+has nothing against it; else collectives. All processes of a run come to the same choice.
 """
 
 from dataclasses import fields

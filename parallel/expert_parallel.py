@@ -32,8 +32,8 @@ from parallel.tensor_parallel import split_parameter
 
 # Why comms.backend=auto is collective for other experts.
 NOT_WHILE_THEY_COMPUTE = (
-    "rows cannot travel while these experts compute, as they do with model.moe.backend=fused, without biases and "
-    "recipes of low precision; otherwise symm_mem has to be asked for"
+    "rows cannot travel while these experts compute, as they do with model.moe.backend=fused, without biases, recipes "
+    "of low precision and model.moe.scores_before_experts; otherwise symm_mem has to be asked for"
 )
 # The dim of each weight that counts hidden units: (E, 2, F, D), (E, D, F), (E, 2, F); the down map's bias has none.
 HIDDEN_DIM = {"w_gate_up": 2, "w_down": 2, "b_gate_up": 2, "b_down": None}

@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench_results import MACHINE, ROOT, TURN, probe, result_file, stamp, write_result
+from scripts.bench_results import MACHINE, ROOT, STARTER, TURN, probe, result_file, stamp, write_result
 from scripts.node_parts import Command, Node, Part, parts_of, read_figures
 
 SIZES = (8, 4, 2)
@@ -337,7 +337,7 @@ def start(command: Command, log: Path, turn: Path | None = None) -> Process:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", "1")
     if turn is not None:
-        environment[TURN] = str(turn)
+        environment |= {TURN: str(turn), STARTER: str(os.getpid())}
     if command.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = command.devices
         # It has fewer GPUs.
@@ -365,14 +365,17 @@ def end(processes: Sequence[Process]) -> None:
     for process in running:
         os.killpg(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
-    for process in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(deadline - time.monotonic(), 0.01))
-    for process in processes:
-        # What a program left behind, too.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    try:
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.01))
+    finally:
+        # Also when a second signal cuts the grace short.
+        for process in processes:
+            # What a program left behind, too.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 # ---- for a person
@@ -394,4 +397,6 @@ def row(part: dict[str, Any]) -> str:
 if __name__ == "__main__":
     # Programs are in sessions of their own: whoever stops this one must have them ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # A terminal that is closed.
+    signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
     sys.exit(main())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from parallel.process_group import process_group
-from scripts.bench_results import TURN
+from scripts.bench_results import STARTER, TURN
 from trainer.worker_pool import PRELOADED, WorkerPool, free_port
 
 # Seconds between two looks for a file.
@@ -62,7 +62,7 @@ def measure_on_ranks(measure: Measure, arguments: argparse.Namespace) -> Any:
             if int(os.environ["RANK"]) != 0:
                 return None
         else:
-            ranks = (Start(Path(folder) / "port", os.getppid()), measure, arguments, file)
+            ranks = (Start(Path(folder) / "port", int(os.environ.get(STARTER, os.getppid()))), measure, arguments, file)
             start_processes(run_rank, ranks, nprocs=arguments.nproc, start_method=method)
         return json.loads(file.read_text())
 

@@ -16,8 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # With these a program tells benchmarks that it starts what `probe` has found, which takes time and a GPU, and names the
-# file that it will make when it is their turn (scripts/bench_ranks.py).
-MACHINE, TURN = "SLUICEGATE_MACHINE", "SLUICEGATE_TURN"
+# file that it will make when it is their turn, and itself (scripts/bench_ranks.py).
+MACHINE, TURN, STARTER = "SLUICEGATE_MACHINE", "SLUICEGATE_TURN", "SLUICEGATE_STARTER"
 
 
 def result_file(arguments: argparse.Namespace, kind: str, card: str, field: str) -> Path | None:

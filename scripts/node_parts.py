@@ -120,7 +120,7 @@ def parity_part(node: Node, others: Sequence[Part]) -> Part:
 def expected(node: Node, name: str) -> float:
     """Seconds that a part probably takes; of parity those besides the time in which it begins layouts."""
     few, many = EXPECTED[name]
-    return few if node.nproc < 8 and (name != "weak scaling" or trains_alike(node)) else many
+    return few if node.nproc < 8 and (name != "weak scaling" or takes_over(node)) else many
 
 
 def parity_command(node: Node, seconds: int) -> Command:
@@ -180,14 +180,19 @@ def fits_one_gpu(node: Node) -> bool:
 
 
 def trains_alike(node: Node) -> bool:
-    """Whether the train part trains what weak scaling does, so that its figure is that of the largest size."""
+    """Whether the train part trains what weak scaling does."""
     return node.dry_run or (node.nproc < 8 and fits_one_gpu(node))
+
+
+def takes_over(node: Node) -> bool:
+    """Whether the train part's figure, of this run, is that of weak scaling's largest size."""
+    return trains_alike(node) and (not node.chosen or "train" in node.chosen)
 
 
 def weak_part(node: Node) -> Part:
     """1, 2, 4, ... GPUs with as many tokens for each, the last of them from the train part if it trains the same."""
     sizes = [size for size in (1, 2, 4, 8) if size <= train_size(node)]
-    if not trains_alike(node):
+    if not takes_over(node):
         return Part("weak scaling", weak_steps(node, sizes), 150, read_weak)
     whole = train_command(node).out
     assert whole is not None

@@ -49,6 +49,8 @@ PLAIN = ("parallel.compile=false", "parallel.activation_checkpoint=none")
 SHOWN = 8
 # With seconds=: how long after them a layout that is still at work is stuck, by device. On CPUs ranks may share a core.
 PATIENCE = {"cuda": 20.0, "cpu": math.inf}
+# What the first layout, which runs in any case, has at least before that: kernels are compiled for it.
+COMPILING = {"cuda": 60.0, "cpu": 0.0}
 # More would prove nothing about a tiny model, and bring a machine down.
 MOST_PROCESSES = 64
 DEFAULTS = {
@@ -188,7 +190,8 @@ def run_experiment(words: Words) -> int:
             passed = time.monotonic() - began
             if verdicts and passed > seconds:
                 break
-            check.timeout = min(max(seconds - passed, 0.0) + PATIENCE[device], TIMEOUT_SECONDS)
+            left = max(seconds - passed, 0.0 if verdicts else COMPILING[device])
+            check.timeout = min(left + PATIENCE[device], TIMEOUT_SECONDS)
             verdicts.append(check.check(layout))
             print(verdict_text(verdicts[-1]), flush=True)
     finally:

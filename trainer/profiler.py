@@ -6,7 +6,8 @@ The step before them is profiled, too, so that the profiler is warm, and left ou
 `profile.start` traces nothing. The steps themselves are slower: do not compare their figures with others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -47,6 +48,17 @@ class StepProfiler:
         if self.profiler is not None:
             profiler, self.profiler = self.profiler, None
             profiler.stop()
+
+    @contextmanager
+    def ended(self, first: int) -> Generator[None]:
+        """Close after the steps of an attempt that begins with `first`, and say so if none of them was traced.
+
+        After a failure the profiler is left as it is: to stop it would wait for the device, which may have failed.
+        """
+        yield
+        self.close()
+        if self.first <= self.last and self.reached < self.first:
+            self.say(f"no step was traced: an attempt from step {first} on did none from profile.start={self.first}")
 
     def _write(self, profiler: profile) -> None:
         if self.reached < self.first:

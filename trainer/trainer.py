@@ -9,7 +9,6 @@ This is the only file that sees everything; what a part does is written in that 
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -242,7 +241,7 @@ class Trainer:
         # So that the run can be used without its data. Not before a resumed run has found its data unchanged.
         self.peers.from_rank0(lambda: self.tokenizer.save(self.folder.path / "tokenizer"))
         metrics.begin(self.step)
-        with collected_together(config.train.gc_every) as garbage, closing(self.profiler):
+        with collected_together(config.train.gc_every) as garbage, self.profiler.ended(self.step + 1):
             if not self.take_steps(garbage):
                 return "preempted"
         self.check_room()

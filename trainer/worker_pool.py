@@ -171,7 +171,10 @@ def _failure_message(
 ) -> str:
     if not failures:
         head = f"{name}: rank {', '.join(map(str, stuck))} of {size} still busy after {timeout:g} s"
-        stacks = [f"rank {rank} is at\n" + "\n".join(stack) for rank, stack in stuck.items() if stack]
+        stacks = [
+            f"rank {rank} is at\n" + "\n".join(stack) if stack else f"rank {rank} does not say where: is it starting?"
+            for rank, stack in stuck.items()
+        ]
         return "\n".join([head, *stacks])
     # A rank that lost a peer says so too: the one that died, or else the first that spoke, is the cause.
     ranks = sorted(failures, key=lambda rank: not failures[rank].startswith("the process died"))

@@ -314,6 +314,13 @@ def test_weak_scaling_takes_over_the_figure_of_training(run, tmp_path: Path) -> 
     assert set(told["figures"]["by_size"]) == {"1", "2"}
 
 
+def test_weak_scaling_alone_measures_every_size() -> None:
+    """A figure of an earlier run in the same folder is not that of this one."""
+    weak = plan(4, chosen=("health", "weak scaling"))["weak scaling"]
+    assert [[one.devices for one in step] for step in weak.steps] == [["0", "1,2"], ["0,1,2,3"]]
+    assert not weak.lacks()
+
+
 def test_the_plan_for_fewer_and_smaller_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     parts = plan(2, 80.0)

@@ -49,6 +49,22 @@ def test_steps_of_an_attempt_are_traced(first: int, last: int, number: int, tmp_
     assert len(said) == (number > 0) and all("trace of rank 0: " in line for line in said)
 
 
+def test_an_attempt_that_traced_nothing_says_so_and_a_failure_is_left_alone(tmp_path: Path) -> None:
+    said: list[str] = []
+    profiler = StepProfiler(ProfileConfig(steps=2, start=4), tmp_path, said.append)
+    with profiler.ended(5):
+        pass
+    assert said == ["no step was traced: an attempt from step 5 on did none from profile.start=4"]
+    with StepProfiler(ProfileConfig(), tmp_path, said.append).ended(1):
+        pass
+    with pytest.raises(RuntimeError, match="the cause"), profiler.ended(4):
+        profiler.before(4, is_first=True)
+        raise RuntimeError("the cause")
+    # Stopping would have waited for the device.
+    assert profiler.profiler is not None and len(said) == 1
+    profiler.close()
+
+
 def test_nothing_is_traced_unless_asked_for(tmp_path: Path) -> None:
     assert traced(tmp_path, ProfileConfig(), 1, 20) == ([], [])
     assert not list(tmp_path.iterdir())
