@@ -82,14 +82,15 @@ def connect_experts(
     against = no_room
     if comms.backend == "auto" and not _can_exchange(layers, dtype, mesh.device):
         against = NOT_WHILE_THEY_COMPUTE
-    choice = choose_backend(comms, mesh.ep_group, mesh.device, against)
+    # Without experts there is nothing to bring to them.
+    choice = choose_backend(comms, mesh.ep_group if layers else None, mesh.device, against)
     if comms.chunks > 1 or comms.saved_headroom is not None:
         _check_chunks(layers, comms, choice.backend, dtype, mesh.device)
     if mesh.ep_group is not None:
         nodes = make_node_groups(mesh.ep_group, choice.ranks_per_node, mesh.config.timeout_seconds)
         for layer in layers:
             layer.nodes = nodes
-    if choice.backend not in ("symm_mem", "nvshmem") or not layers:
+    if choice.backend not in ("symm_mem", "nvshmem"):
         return choice
     assert mesh.ep_group is not None
     config, dim = layers[0].config, layers[0].router.weight.shape[1]

@@ -62,7 +62,7 @@ def measure_on_ranks(measure: Measure, arguments: argparse.Namespace) -> Any:
             if int(os.environ["RANK"]) != 0:
                 return None
         else:
-            ranks = (Start(Path(folder) / "port", int(os.environ.get(STARTER, os.getppid()))), measure, arguments, file)
+            ranks = (Start(Path(folder) / "port", starter()), measure, arguments, file)
             start_processes(run_rank, ranks, nprocs=arguments.nproc, start_method=method)
         return json.loads(file.read_text())
 
@@ -82,6 +82,11 @@ def start_method(dry_run: bool) -> str:
     for name in PRELOADED:
         importlib.import_module(name)
     return "fork"
+
+
+def starter() -> int:
+    """The process that started this program; asked of the system it would be another, if that one has ended by now."""
+    return int(os.environ.get(STARTER, os.getppid()))
 
 
 class Start(NamedTuple):

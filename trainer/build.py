@@ -10,7 +10,7 @@ from parallel.mesh import Mesh
 from parallel.parallelize import parallelize
 from trainer.config import Config
 from trainer.layout import check_layout
-from trainer.memory_plan import no_room, on_device
+from trainer.memory_plan import GIB, no_room, on_device
 from trainer.meta_model import DTYPES, meta_model
 from trainer.models.transformer import Transformer, init_rule, tensor_plan
 from trainer.precision import apply_precision
@@ -51,7 +51,7 @@ def _no_room(config: Config, mesh: Mesh) -> str:
     if config.comms.backend != "auto" or mesh.config.ep == 1 or mesh.device.type != "cuda":
         return ""
     # What is really there: cluster.memory_gib is for estimates.
-    memory_gib = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30
+    memory_gib = torch.cuda.get_device_properties(mesh.device).total_memory / GIB
     return no_room(on_device(config, mesh.device), mesh.world_size, memory_gib)
 
 

@@ -29,6 +29,7 @@ from trainer.memory_plan import (
     MemoryPlan,
     can_exchange,
     no_room,
+    num_moe_layers,
     on_device,
     plan_memory,
     with_settings,
@@ -193,7 +194,7 @@ def settle_backend(config: Config, num_ranks: int) -> tuple[Config, str]:
         ValueError: the layout does not fit the ranks.
     """
     sizes, cluster = fit_layout(config, num_ranks), config.cluster
-    if config.comms.backend != "auto" or sizes.ep == 1:
+    if config.comms.backend != "auto" or sizes.ep == 1 or not num_moe_layers(config):
         return config, ""
     per_node = cluster.gpus_per_node or num_ranks
     # The ranks of ep follow each other, those of etp between them.

@@ -188,6 +188,34 @@ def test_a_stop_ends_the_programs_of_this_part_and_of_the_next(tmp_path: Path, n
     assert not alive(pids)
 
 
+def test_a_program_knows_who_started_it_ahead(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    prints = command(
+        "import sys; sys.path.insert(0, '.'); from scripts import bench_ranks; print(bench_ranks.starter())"
+    )
+    assert bench_node.start(prints, log, log.with_suffix(".turn")).wait() == 0
+    assert log.read_text().split() == [str(os.getpid())]
+
+
+def test_a_second_stop_ends_programs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf = command(
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(1000)"
+    )
+    process = bench_node.start(deaf, log := tmp_path / "a.log")
+    while "deaf" not in log.read_text():
+        time.sleep(0.05)
+    wait = process.wait
+
+    def interrupted(*_: float) -> int:
+        monkeypatch.setattr(process, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench_node.end([process])
+    assert not alive([process.pid])
+
+
 def test_no_part_begins_after_the_end(run) -> None:
     code, entry, *_ = run([part("first", "import time; time.sleep(60)"), part("second", "pass")], "--minutes", "0.01")
     assert code == 1

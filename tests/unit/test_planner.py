@@ -255,6 +255,8 @@ def test_experts_through_which_no_rows_travel_are_not_planned(other: str) -> Non
         ("", 64, "symm_mem", "symm_mem: it fits"),
         ("comms.backend=nvshmem", 64, "nvshmem", ""),
         ("parallel.ep=1", 64, "auto", ""),
+        # No experts to bring rows to.
+        ("model.num_dense_layers=48 model.ffn_dim=64", 64, "auto", ""),
         ("parallel.ep=16", 64, "collective", "collective: the ranks of parallel.ep are on several nodes"),
         ("comms.ranks_per_node=4", 64, "collective", "collective: the ranks of parallel.ep are on several nodes"),
         ("comms.ranks_per_node=8", 64, "symm_mem", "symm_mem: it fits"),
