@@ -15,8 +15,9 @@ one gather. A weight's gradient is one product over all rows: it accumulates in 
 
 The order of work: a gather multiplies this rank's rows first, then those of the ranks after it as they come; a scatter
 computes for the ranks after it first and for itself last. Neither shows in results: rows are put in their places, and
-parts are rounded to the dtype of x, then summed in fp32 in ascending rank order and rounded once. Small products take
-the plain path: a collective and then the product, or the other way round; forward's gathered rows are then kept.
+parts are rounded to the dtype of x, then summed in fp32 in ascending rank order and rounded once. Two GPUs round a part
+less: a rank's own product is added to the other's part before it is rounded. Small products take the plain path: a
+collective and then the product, or the other way round; forward's gathered rows are then kept.
 
 Weights may multiply in low precision (comms/products.py). Rows that all weights want coded travel coded, which is what
 would have been made of them after the gather, in half of the bytes or less; the rest travels as it is.
@@ -26,7 +27,7 @@ Shapes: O whatever comes before the split dim, R rows of one rank's shard, C = N
 
 import math
 from collections.abc import Generator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, cast
 
 import torch
@@ -38,7 +39,7 @@ from comms.collectives import gather_dim, reduce_scatter
 from comms.operators import operator, register_fake
 from comms.peer_buffers import buffers_of
 from comms.products import AS_THEY_ARE, Product, find_product
-from comms.shard_transport import Inbox, Messages, Transport
+from comms.shard_transport import Inbox, Messages, Outbox, Transport
 
 # Multiplications of one rank from which GPUs overlap, over all maps that share a gather, and of a scatter: rows of all
 # ranks x X x Y. With fewer, launches and signals (a gather's in backward) take longer than the transfer that they hide:
@@ -192,16 +193,20 @@ def gather_matmul_backward(
     grads, multiplying = [grad.contiguous() for grad in grads], _divided(products)
     transport = _transport(x_ORX, group_name)
     found = [x_ORX.new_empty(0) for _ in range(1 + len(weights))]
-    # The shards travel again while dx is computed.
-    with _maybe_gathered(transport, x_ORX, any(needs_weights)) as inbox:
+    # The shards travel again while dx is computed, and parts of dx while weight gradients are.
+    with _maybe_gathered(transport, x_ORX, any(needs_weights)) as inbox, ExitStack() as stack:
+        outbox = None
         if needs_x:
+            outbox = stack.enter_context(closing(_outbox(transport, grads[0], x_ORX.shape[2], x_ORX)))
             prepared = [product.weight_transposed(weight) for product, weight in zip(multiplying, weights, strict=True)]
-            found[0] = _scatter_products(transport, grads, prepared, multiplying, x_ORX.shape[2], x_ORX)
+            _multiply_and_send(outbox, grads, prepared, multiplying)
         if inbox is not None:
             whole = inbox.whole().flatten(0, 1)
             for number, (product, grad, needed) in enumerate(zip(multiplying, grads, needs_weights, strict=True)):
                 if needed:
                     found[1 + number] = product.weight_gradient(grad.flatten(0, 1), whole)
+        if outbox is not None:
+            found[0] = outbox.total()
     return found
 
 
@@ -209,8 +214,9 @@ def gather_matmul_backward(
 def matmul_scatter(x_OCX: Tensor, weight_YX: Tensor, group_name: str, product: str) -> Tensor:
     """(O, R, Y): this rank's rows of the sum over ranks."""
     transport, found = _transport(x_OCX, group_name), find_product(product)
-    prepared, width = [found.weight(weight_YX)], weight_YX.shape[0]
-    return _scatter_products(transport, [x_OCX.contiguous()], prepared, [found], width, x_OCX)
+    with closing(_outbox(transport, x_OCX, weight_YX.shape[0], x_OCX)) as outbox:
+        _multiply_and_send(outbox, [x_OCX.contiguous()], [found.weight(weight_YX)], [found])
+        return outbox.total()
 
 
 @operator("matmul_scatter_backward")
@@ -295,20 +301,17 @@ def _maybe_gathered(transport: Transport, x: Tensor, needed: bool, needs_whole: 
         yield inbox
 
 
-def _scatter_products(
-    transport: Transport,
-    xs: Sequence[Tensor],
-    weights: Sequence[Any],
-    products: Sequence[Product],
-    width: int,
-    like: Tensor,
-) -> Tensor:
-    """(O, R, width): of the sum over ranks, and over products of x (O, C, ...) and its weight, this rank's rows."""
-    outer, num_rows = xs[0].shape[:2]
-    with closing(transport.scatter((outer, num_rows, width), like)) as outbox:
-        for rows in outbox.blocks():
-            space = outbox.space(rows)
-            for number, (x, weight, product) in enumerate(zip(xs, weights, products, strict=True)):
-                product.multiply(x[:, rows], weight, space, add=number > 0)
-            outbox.send(rows)
-        return outbox.total()
+def _outbox(transport: Transport, x: Tensor, width: int, like: Tensor) -> Outbox:
+    """For products of rows of x, (O, C, ...), and `width` columns."""
+    return transport.scatter((x.shape[0], x.shape[1], width), like)
+
+
+def _multiply_and_send(
+    outbox: Outbox, xs: Sequence[Tensor], weights: Sequence[Any], products: Sequence[Product]
+) -> None:
+    """Of the sum over products of x, (O, C, ...), and its weight: to every rank its rows."""
+    for rows in outbox.blocks():
+        space, holds = outbox.space(rows)
+        for number, (x, weight, product) in enumerate(zip(xs, weights, products, strict=True)):
+            product.multiply(x[:, rows], weight, space, add=holds or number > 0)
+        outbox.send(rows)

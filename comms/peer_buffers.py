@@ -1,16 +1,19 @@
-"""Rows between GPUs that map each other's memory: copy engines push pieces into the peers' buffers, signals say when.
+"""Rows between GPUs that map each other's memory: copy engines move pieces, signals say when.
 
 Each group has two lanes, one for gathers and one for scatters, so that one of each may be under way. A lane is a buffer
 in symmetric memory, a stream of its own, and flags of one word per (channel, rank):
 
-    gather    buffer (O, N * R, X): rank r writes its shard at its place in everybody's whole
-    scatter   buffer (N, O, R, X): rank r writes its part of q's rows at place r of q's buffer
+    gather    buffer (O, N * R, X): rank r pushes its shard to its place in everybody's
+    scatter   buffer (N, O, R, X): rank r multiplies into place q of its own, and q pulls that
 
-    sender    lane:     wait for the receiver's credit, copy a piece, signal it; next piece; next receiver
-    receiver  compute:  wait for a piece's signal, multiply it; ... after the last read, give the credit back
+    gather    sender:    lane:     wait for the receivers' credits; copy a piece, signal it; next piece; next receiver
+              receiver:  compute:  wait for a piece's signal, multiply it; ... after the last read, give the credit
+    scatter   sender:    compute:  wait for the receiver's credit, multiply;  lane: signal
+              receiver:  lane:     wait for a piece's signal, copy it; ... after the last copy, give the credit
 
-Copies need no thread blocks, and pieces are read where they arrived. Of two ranks, the lane adds up each piece of a sum
-as soon as both parts are there, while the next piece is multiplied.
+Copies need no thread blocks. What a gather brings is read where it arrived, since it came before it was wanted; what a
+scatter brings goes into the memory of the result. Of two ranks, products of this rank's own rows are added to that as
+they are computed, so that nothing is left to add up behind them; of more, parts are added up in the end.
 
 A signal is one word that the sender turns from 0 to 1 (after its copies, at system scope) and the receiver back:
 nothing is ever reset, so a captured graph can replay. The first use of a buffer needs no credit. Waits are bounded by
@@ -94,30 +97,42 @@ class Lane:
         """Copies issued inside run beside what the current stream is given later."""
         if self.stream is None:
             return nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(self._computing())
         return torch.cuda.stream(self.stream)
 
     def join(self) -> None:
         """What the current stream is given from here on runs after the lane's copies."""
         if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            self._computing().wait_stream(self.stream)
+
+    def mark(self) -> Any:
+        """This moment of the lane, for `wait_mark`."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def wait_mark(self, moment: Any) -> None:
+        """What the current stream is given from here on runs after that moment of the lane."""
+        if moment is not None:
+            self._computing().wait_event(moment)
+
+    def _computing(self) -> torch.cuda.Stream:
+        # By number: to look the device up takes longer than all the rest.
+        return torch.cuda.current_stream(self.stream.device_index)
 
     def take_credit(self, rank: int) -> None:
         """Wait until a receiver has read what it was sent last time."""
         if self._used:
             self.handle.wait_signal(rank, _CREDIT, self.timeout_ms)
 
-    def give_credits(self) -> None:
-        """Everything that came has been read; the next use needs the others' word for the same."""
-        for rank in after(self.rank, self.size):
-            self.handle.put_signal(rank, _CREDIT, self.timeout_ms)
+    def give_credit(self, rank: int) -> None:
+        """Everything that came from this rank has been read."""
+        self.handle.put_signal(rank, _CREDIT, self.timeout_ms)
+
+    def credits_are_due(self) -> None:
+        """The next use of the buffer needs the others' word that they have read what this one sent."""
         self._used = True
 
-    def push(self, piece: Tensor, to: int, place: Tensor, number: int) -> None:
-        """Copy one piece, (O, rows, X), into a peer's buffer and signal it."""
-        # Each of them contiguous: copy engines, not a kernel.
-        for source, target in zip(piece, place, strict=True):
-            target.copy_(source)
+    def signal_piece(self, to: int, number: int) -> None:
+        """Tell a peer that a piece of its is there."""
         self.handle.put_signal(to, number, self.timeout_ms)
 
     def wait_piece(self, source: int, number: int) -> None:
@@ -150,16 +165,18 @@ class _BufferInbox:
         lane.reserve(math.prod(self.shape) * shard_ORX.element_size())
         self.buffer = lane.view(lane.rank, self.shape, shard_ORX.dtype)
         own = rows_of(lane.rank, self.num_rows, slice(0, self.num_rows))
+        # The rank before this one wants this shard first.
+        receivers = after(lane.rank, lane.size)[::-1]
         with lane.beside():
-            # The rank before this one wants this shard first.
-            for to in reversed(after(lane.rank, lane.size)):
+            for to in receivers:
                 lane.take_credit(to)
+            for to in receivers:
                 theirs = lane.view(to, self.shape, shard_ORX.dtype)[:, own]
                 for number, piece in enumerate(self.pieces):
-                    lane.push(shard_ORX[:, piece], to, theirs[:, piece], number)
+                    _copy(shard_ORX[:, piece], theirs[:, piece])
+                    lane.signal_piece(to, number)
             if needs_whole:
-                for source, target in zip(shard_ORX, self.buffer[:, own], strict=True):
-                    target.copy_(source)
+                _copy(shard_ORX, self.buffer[:, own])
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         for piece in self.pieces:
@@ -179,7 +196,9 @@ class _BufferInbox:
     def close(self) -> None:
         self._wait_all()
         self.lane.join()
-        self.lane.give_credits()
+        for rank in after(self.lane.rank, self.lane.size):
+            self.lane.give_credit(rank)
+        self.lane.credits_are_due()
 
     def _wait(self, source: int, number: int) -> None:
         if (source, number) not in self.arrived:
@@ -197,63 +216,67 @@ class _BufferOutbox:
         outer, num_rows, width = shape
         self.lane, self.num_rows = lane, num_rows // lane.size
         self.pieces = cut(self.num_rows, of_sum=True)
-        self.shape, self.like = (lane.size, outer, self.num_rows, width), like
+        self.shape, self.dtype = (lane.size, outer, self.num_rows, width), like.dtype
         lane.reserve(math.prod(self.shape) * like.element_size())
         self.buffer = lane.view(lane.rank, self.shape, like.dtype)
-        # Kept until the lane has copied them.
-        self.spaces: dict[int, Tensor] = {}
-        # Of two ranks: added up piece by piece, beside the products of the pieces that follow.
-        self.sums = like.new_empty(self.shape[1:]) if lane.size == 2 else None
+        # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum.
+        self.adds = lane.size == 2
+        self.parts = like.new_empty(1 if self.adds else lane.size, *self.shape[1:])
+        # When this rank's part has come; of two ranks, by piece.
+        self.arrived: list[Any] = []
 
     def blocks(self) -> Iterator[slice]:
         for rank in (*after(self.lane.rank, self.lane.size), self.lane.rank):
             for piece in self.pieces:
                 yield rows_of(rank, self.num_rows, piece)
 
-    def space(self, rows: slice) -> Tensor:
-        rank, first = divmod(rows.start, self.num_rows)
-        if rank == self.lane.rank:
-            return self.buffer[rank, :, first : first + rows.stop - rows.start]
-        space = self.like.new_empty(self.shape[1], rows.stop - rows.start, self.shape[3])
-        self.spaces[rows.start] = space
-        return space
-
-    def _number(self, first: int) -> int:
-        return next(number for number, piece in enumerate(self.pieces) if piece.start == first)
-
-    def send(self, rows: slice) -> None:
-        rank, first = divmod(rows.start, self.num_rows)
-        number = self._number(first)
-        if rank == self.lane.rank:
-            if self.sums is not None:
-                self._add(self.sums, number)
-            return
-        with self.lane.beside():
+    def space(self, rows: slice) -> tuple[Tensor, bool]:
+        rank, number = self._which(rows)
+        if rank != self.lane.rank:
             if number == 0:
                 self.lane.take_credit(rank)
-            theirs = self.lane.view(rank, self.shape, self.like.dtype)[self.lane.rank]
-            self.lane.push(self.spaces[rows.start], rank, theirs[:, self.pieces[number]], number)
+            return self.buffer[rank, :, self.pieces[number]], False
+        if self.adds:
+            self.lane.wait_mark(self.arrived[number])
+        return self._part_of(rank)[:, self.pieces[number]], self.adds
 
-    def _add(self, sums: Tensor, number: int) -> None:
-        """A piece of the sum, once the other's part has come; on the lane, behind everything that is sent."""
-        piece = self.pieces[number]
+    def send(self, rows: slice) -> None:
+        rank, number = self._which(rows)
+        if rank == self.lane.rank:
+            return
+        # As many ranks before this one as `rank` is after it: that one has computed for this one meanwhile.
+        source = (2 * self.lane.rank - rank) % self.lane.size
         with self.lane.beside():
-            self.lane.wait_piece(1 - self.lane.rank, number)
-            # As `sum_ascending`.
-            torch.add(self.buffer[0, :, piece], self.buffer[1, :, piece], out=sums[:, piece])
+            self.lane.signal_piece(rank, number)
+            self.lane.wait_piece(source, number)
+            piece = self.pieces[number]
+            theirs = self.lane.view(source, self.shape, self.dtype)[self.lane.rank, :, piece]
+            _copy(theirs, self._part_of(source)[:, piece])
+            if self.adds:
+                self.arrived.append(self.lane.mark())
+            if number == len(self.pieces) - 1:
+                self.lane.give_credit(source)
 
     def total(self) -> Tensor:
-        if self.sums is not None:
-            self.lane.join()
-            return self.sums
-        for source in after(self.lane.rank, self.lane.size):
-            for number in range(len(self.pieces)):
-                self.lane.wait_piece(source, number)
-        return sum_ascending(self.buffer)
+        self.lane.join()
+        return self.parts[0] if self.adds else sum_ascending(self.parts)
 
     def close(self) -> None:
         self.lane.join()
-        self.lane.give_credits()
+        self.lane.credits_are_due()
+
+    def _which(self, rows: slice) -> tuple[int, int]:
+        rank, first = divmod(rows.start, self.num_rows)
+        return rank, next(number for number, piece in enumerate(self.pieces) if piece.start == first)
+
+    def _part_of(self, rank: int) -> Tensor:
+        return self.parts[0 if self.adds else rank]
+
+
+def _copy(source_ORX: Tensor, target_ORX: Tensor) -> None:
+    # Each of them contiguous: copy engines, not a kernel.
+    for source, target in zip(source_ORX, target_ORX, strict=True):
+        target.copy_(source)
 
 
 # ---- of a process group

@@ -1,7 +1,7 @@
 """How shards of activations travel between the ranks of a group while products of others are computed.
 
     messages   send and receive, piece by piece: processes on CPUs
-    buffers    copy engines write pieces into the peers' symmetric memory (comms/peer_buffers.py): GPUs
+    buffers    copy engines move pieces between symmetric memory of peers (comms/peer_buffers.py): GPUs
 
 Both have the same two ends. An `Inbox` brings every rank's shard: this rank's own first, then those of the ranks after
 it. An `Outbox` takes a product for every rank: first those of the ranks after this one, its own last. Either way the
@@ -50,8 +50,8 @@ class Outbox(Protocol):
         """Rows of the whole whose products are wanted, in the order to compute them in."""
         ...
 
-    def space(self, rows: slice) -> Tensor:
-        """(O, rows, X) to be written."""
+    def space(self, rows: slice) -> tuple[Tensor, bool]:
+        """(O, rows, X) to be written, or, if True, to be added to."""
         ...
 
     def send(self, rows: slice) -> None:
@@ -59,7 +59,10 @@ class Outbox(Protocol):
         ...
 
     def total(self) -> Tensor:
-        """(O, R, X): of this rank's rows, the sum of what each rank computed, by `sum_ascending`."""
+        """(O, R, X): of this rank's rows, the sum of what each rank computed.
+
+        By `sum_ascending`; of two ranks, this one's part may be added to the other's without being rounded before.
+        """
         ...
 
     def close(self) -> None:
@@ -205,13 +208,13 @@ class _MessageOutbox:
             for piece in self.pieces:
                 yield rows_of(rank, self.num_rows, piece)
 
-    def space(self, rows: slice) -> Tensor:
+    def space(self, rows: slice) -> tuple[Tensor, bool]:
         rank, first = divmod(rows.start, self.num_rows)
         place = self.found[rank, :, first : first + rows.stop - rows.start]
         if rank == self.via.rank:
-            return place
+            return place, False
         self.spaces[rows.start] = torch.empty_like(place, memory_format=torch.contiguous_format)
-        return self.spaces[rows.start]
+        return self.spaces[rows.start], False
 
     def send(self, rows: slice) -> None:
         rank, first = divmod(rows.start, self.num_rows)

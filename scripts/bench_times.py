@@ -27,8 +27,8 @@ def seconds_of(function: Callable[[], Any], device: torch.device, calls: int) ->
         return (time.perf_counter() - start) / calls
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    # Some milliseconds in which the host gets ahead; then a call, after which the ranks' devices are together.
-    torch.cuda._sleep(15_000_000)
+    # About 15 ms in which the host gets ahead; then a call, after which the ranks' devices are together.
+    torch.cuda._sleep(30_000_000)
     function()
     begin.record()
     for _ in range(calls):

@@ -269,3 +269,20 @@ def test_rows_travel_by_symm_mem_unless_told_otherwise_and_the_losses_are_the_sa
     losses = [[line["train/loss"] for line in lines] for lines in (ours, theirs)]
     assert losses[0][0] == losses[1][0]
     assert losses[0] == pytest.approx(losses[1], rel=LOSS_BOUND)
+
+
+@pytest.mark.multi_gpu(2)
+def test_a_run_by_symm_mem_evaluates_samples_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Evaluation sends batches of other sizes through the same buffers, and a sample rows of one token per step."""
+    settings = ["precision=bf16", "parallel.ep=2", "model.moe.backend=fused", "train.steps=6", "train.eval_every=3"]
+    settings += ["train.sample_prompt='def f'", f"data.eval.held_out.paths=[{tmp_path}/7.txt]"]
+    settings += ["checkpoint=default", "checkpoint.every=3"]
+    whole = train(tmp_path, 2, *settings, run_id="whole")
+    saved = tmp_path / "runs" / "whole" / "checkpoints" / "step_00000003"
+    resumed = train(tmp_path, 2, *settings, f"checkpoint.resume={saved}", run_id="resumed")
+    for name in ("whole", "resumed"):
+        said = (tmp_path / "runs" / name / "log.txt").read_text()
+        assert "rows travel by symm_mem: one host, " in said and "def f" in said
+    exact = "step", "train/loss", "train/grad_norm", "eval/held_out/loss"
+    kept = [[[line[name] for name in exact] for line in lines] for lines in (whole, resumed)]
+    assert kept[1] == kept[0][3:] and len(kept[1]) == 3 and kept[1][-1][-1] > 0

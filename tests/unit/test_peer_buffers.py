@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from comms import shard_transport
-from comms.async_tp import _scatter_products
+from comms.async_tp import _multiply_and_send
 from comms.peer_buffers import Lane, PeerBuffers
 from comms.products import PlainProduct
 from comms.shard_transport import cut
@@ -80,14 +80,16 @@ def test_lanes_of_buffers_compute_the_same(size: int) -> None:
                 whole = shards.transpose(0, 1).flatten(1, 2)
                 inbox = ranks[rank].gather(shards[rank], needs_whole=True)
                 time.sleep(chooser.random() * 0.01)
-                given = [wide[rank]], [down[rank].t()], [PlainProduct()], down[rank].shape[0], shards[rank]
-                products = _scatter_products(ranks[rank], *given)
+                outbox = ranks[rank].scatter((*wide[rank].shape[:2], down[rank].shape[0]), shards[rank])
+                _multiply_and_send(outbox, [wide[rank]], [down[rank].t()], [PlainProduct()])
                 time.sleep(chooser.random() * 0.01)
                 gathered = whole.new_empty(*whole.shape[:2], up[rank].shape[1])
                 for rows, block in inbox.blocks():
                     PlainProduct().multiply(block, up[rank], gathered[:, rows])
                 torch.testing.assert_close(gathered, whole @ up[rank], rtol=1e-12, atol=1e-12)
                 assert torch.equal(inbox.whole(), whole)
+                products = outbox.total()
+                outbox.close()
                 inbox.close()
                 count = shards.shape[2]
                 parts = [(wide[r] @ down[r].t())[:, rank * count : (rank + 1) * count] for r in range(size)]
