@@ -1,19 +1,21 @@
 """Rows between GPUs that map each other's memory: copy engines move pieces, signals say when.
 
 Each group has two lanes, one for gathers and one for scatters, so that one of each may be under way. A lane is a buffer
-in symmetric memory, a stream of its own, and flags of one word per (channel, rank):
+in symmetric memory and flags of one word per (channel, rank):
 
     gather    buffer (O, N * R, X): rank r pushes its shard to its place in everybody's
     scatter   buffer (N, O, R, X): rank r multiplies into place q of its own, and q pulls that
 
-    gather    sender:    lane:     wait for the receivers' credits; copy a piece, signal it; next piece; next receiver
-              receiver:  compute:  wait for a piece's signal, multiply it; ... after the last read, give the credit
-    scatter   sender:    compute:  wait for the receiver's credit, multiply;  lane: signal
-              receiver:  lane:     wait for a piece's signal, copy it; ... after the last copy, give the credit
+    gather    sender:    wait for the receivers' credits; copy a piece, signal it; next piece; next receiver
+              receiver:  wait for a piece's signal, multiply it; ... after the last read, give the credit
+    scatter   sender:    wait for the receivers' credits; multiply, signal; next piece; next receiver
+              receiver:  wait for a piece's signal, copy it; ... after the last copy, give the credit
 
-Copies need no thread blocks. What a gather brings is read where it arrived, since it came before it was wanted; what a
-scatter brings goes into the memory of the result. Of two ranks, products of this rank's own rows are added to that as
-they are computed, so that nothing is left to add up behind them; of more, parts are added up in the end.
+Copies need no thread blocks, and run on a stream of their own, one behind the other: where a gather and a scatter are
+under way, what the gather brings is wanted first. Signals have a stream per lane, so that no copy waits for the
+launches around it. What a gather brings is read where it arrived, since it came before it was wanted; what a scatter
+brings goes into the memory of the result. Of two ranks, products of this rank's own rows are added to that as they are
+computed, so that nothing is left to add up behind them; of more, parts are added up in the end.
 
 A signal is one word that the sender turns from 0 to 1 (after its copies, at system scope) and the receiver back:
 nothing is ever reset, so a captured graph can replay. The first use of a buffer needs no credit. Waits are bounded by
@@ -26,13 +28,16 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from comms.shard_transport import MAX_PIECES, Inbox, Outbox, after, cut, rows_of, sum_ascending
+
+# A point of a stream, an event; None on CPUs, where everything is done at once.
+Moment = Any
 
 # Behind the channels of pieces.
 _CREDIT = MAX_PIECES
@@ -55,18 +60,24 @@ class Handle(Protocol):
         ...
 
 
+class Streams(NamedTuple):
+    """What runs beside the stream that computes; None (tests on CPUs): on it, at once."""
+
+    copies: torch.cuda.Stream | None
+    signals: torch.cuda.Stream | None
+
+
 class Lane:
-    """One buffer per rank, a stream, and who waits for whom.
+    """One buffer per rank, streams, and who waits for whom.
 
     Args:
         allocate: bytes -> the handle of a new symmetric buffer. Collective.
-        stream: what copies run on; None (tests on CPUs): where they are issued.
     """
 
     def __init__(
-        self, rank: int, size: int, allocate: Callable[[int], Handle], stream: Any, timeout_seconds: float
+        self, rank: int, size: int, allocate: Callable[[int], Handle], streams: Streams, timeout_seconds: float
     ) -> None:
-        self.rank, self.size, self.stream = rank, size, stream
+        self.rank, self.size, self.streams = rank, size, streams
         self.timeout_ms = max(int(timeout_seconds * 1000), 1)
         self._allocate = allocate
         self._handle: Handle | None = None
@@ -93,35 +104,42 @@ class Lane:
             self._views[key] = self.handle.get_buffer(rank, shape, dtype)
         return self._views[key]
 
-    def beside(self) -> AbstractContextManager[object]:
-        """Copies issued inside run beside what the current stream is given later."""
-        if self.stream is None:
+    def now(self) -> Moment:
+        """What the current stream has been given so far."""
+        if self.streams.copies is None:
+            return None
+        return self._current().record_event()
+
+    def wait_for(self, moment: Moment) -> None:
+        """What the current stream is given from here on runs after that."""
+        if moment is not None:
+            moment.wait(self._current())
+
+    def on(self, stream: torch.cuda.Stream | None, then: Moment) -> AbstractContextManager[object]:
+        """What is issued inside runs on one of `streams`, after `then`."""
+        if stream is None:
             return nullcontext()
-        self.stream.wait_stream(self._computing())
-        return torch.cuda.stream(self.stream)
+        stream.wait_event(then)
+        return stream
+
+    def _current(self) -> torch.cuda.Stream:
+        assert self.streams.copies is not None
+        # By number: to look the device up costs the host as much as a launch.
+        return torch.cuda.current_stream(self.streams.copies.device_index)
 
     def join(self) -> None:
-        """What the current stream is given from here on runs after the lane's copies."""
-        if self.stream is not None:
-            self._computing().wait_stream(self.stream)
+        """What the current stream is given from here on runs after everything that was issued beside it."""
+        for stream in self.streams:
+            self.wait_for(None if stream is None else stream.record_event())
 
-    def mark(self) -> Any:
-        """This moment of the lane, for `wait_mark`."""
-        return None if self.stream is None else self.stream.record_event()
-
-    def wait_mark(self, moment: Any) -> None:
-        """What the current stream is given from here on runs after that moment of the lane."""
-        if moment is not None:
-            self._computing().wait_event(moment)
-
-    def _computing(self) -> torch.cuda.Stream:
-        # By number: to look the device up takes longer than all the rest.
-        return torch.cuda.current_stream(self.stream.device_index)
-
-    def take_credit(self, rank: int) -> None:
-        """Wait until a receiver has read what it was sent last time."""
-        if self._used:
-            self.handle.wait_signal(rank, _CREDIT, self.timeout_ms)
+    def take_credits(self) -> Moment:
+        """When all receivers have read what they were sent last time, and what was issued until now is done."""
+        if not self._used:
+            return self.now()
+        with self.on(self.streams.signals, self.now()):
+            for rank in after(self.rank, self.size):
+                self.handle.wait_signal(rank, _CREDIT, self.timeout_ms)
+            return self.now()
 
     def give_credit(self, rank: int) -> None:
         """Everything that came from this rank has been read."""
@@ -165,18 +183,18 @@ class _BufferInbox:
         lane.reserve(math.prod(self.shape) * shard_ORX.element_size())
         self.buffer = lane.view(lane.rank, self.shape, shard_ORX.dtype)
         own = rows_of(lane.rank, self.num_rows, slice(0, self.num_rows))
-        # The rank before this one wants this shard first.
-        receivers = after(lane.rank, lane.size)[::-1]
-        with lane.beside():
-            for to in receivers:
-                lane.take_credit(to)
-            for to in receivers:
+        ready = lane.take_credits()
+        with lane.on(lane.streams.copies, ready):
+            # The rank before this one wants this shard first.
+            for to in reversed(after(lane.rank, lane.size)):
                 theirs = lane.view(to, self.shape, shard_ORX.dtype)[:, own]
                 for number, piece in enumerate(self.pieces):
                     _copy(shard_ORX[:, piece], theirs[:, piece])
-                    lane.signal_piece(to, number)
+                    with lane.on(lane.streams.signals, lane.now()):
+                        lane.signal_piece(to, number)
             if needs_whole:
                 _copy(shard_ORX, self.buffer[:, own])
+            self.own_copied = lane.now()
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         for piece in self.pieces:
@@ -190,7 +208,8 @@ class _BufferInbox:
     def whole(self) -> Tensor:
         assert self.has_own
         self._wait_all()
-        self.lane.join()
+        # Not for what a scatter copies meanwhile.
+        self.lane.wait_for(self.own_copied)
         return self.buffer
 
     def close(self) -> None:
@@ -222,8 +241,9 @@ class _BufferOutbox:
         # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum.
         self.adds = lane.size == 2
         self.parts = like.new_empty(1 if self.adds else lane.size, *self.shape[1:])
-        # When this rank's part has come; of two ranks, by piece.
-        self.arrived: list[Any] = []
+        # When pieces of the other's part have come, of two ranks.
+        self.arrived: list[Moment] = []
+        lane.wait_for(lane.take_credits())
 
     def blocks(self) -> Iterator[slice]:
         for rank in (*after(self.lane.rank, self.lane.size), self.lane.rank):
@@ -233,11 +253,9 @@ class _BufferOutbox:
     def space(self, rows: slice) -> tuple[Tensor, bool]:
         rank, number = self._which(rows)
         if rank != self.lane.rank:
-            if number == 0:
-                self.lane.take_credit(rank)
             return self.buffer[rank, :, self.pieces[number]], False
         if self.adds:
-            self.lane.wait_mark(self.arrived[number])
+            self.lane.wait_for(self.arrived[number])
         return self._part_of(rank)[:, self.pieces[number]], self.adds
 
     def send(self, rows: slice) -> None:
@@ -246,16 +264,19 @@ class _BufferOutbox:
             return
         # As many ranks before this one as `rank` is after it: that one has computed for this one meanwhile.
         source = (2 * self.lane.rank - rank) % self.lane.size
-        with self.lane.beside():
-            self.lane.signal_piece(rank, number)
-            self.lane.wait_piece(source, number)
-            piece = self.pieces[number]
-            theirs = self.lane.view(source, self.shape, self.dtype)[self.lane.rank, :, piece]
+        lane, piece = self.lane, self.pieces[number]
+        with lane.on(lane.streams.signals, lane.now()):
+            lane.signal_piece(rank, number)
+            lane.wait_piece(source, number)
+            told = lane.now()
+        with lane.on(lane.streams.copies, told):
+            theirs = lane.view(source, self.shape, self.dtype)[lane.rank, :, piece]
             _copy(theirs, self._part_of(source)[:, piece])
-            if self.adds:
-                self.arrived.append(self.lane.mark())
-            if number == len(self.pieces) - 1:
-                self.lane.give_credit(source)
+            copied = lane.now()
+        self.arrived.append(copied)
+        if number == len(self.pieces) - 1:
+            with lane.on(lane.streams.signals, copied):
+                lane.give_credit(source)
 
     def total(self) -> Tensor:
         self.lane.join()
@@ -296,9 +317,11 @@ def buffers_of(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers:
     if name not in _BUFFERS:
         timeout = _TIMEOUTS.get(name, DEFAULT_TIMEOUT_SECONDS)
 
+        copies = torch.cuda.Stream(device, priority=-1)
+
         def lane() -> Lane:
-            stream = torch.cuda.Stream(device, priority=-1)
-            return Lane(group.rank(), group.size(), lambda size: _allocate(group, device, size), stream, timeout)
+            streams = Streams(copies, torch.cuda.Stream(device, priority=-1))
+            return Lane(group.rank(), group.size(), lambda size: _allocate(group, device, size), streams, timeout)
 
         _BUFFERS[name] = PeerBuffers(lane(), lane())
     return _BUFFERS[name]

