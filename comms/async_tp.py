@@ -171,7 +171,7 @@ def gather_matmul(x_ORX: Tensor, weights: list[Tensor], group_name: str, product
     sent = x_ORX.contiguous() if common is None else common.sent_as(x_ORX.contiguous())
     outer, num_rows = x_ORX.shape[0], _size(group_name) * x_ORX.shape[1]
     outs = [x_ORX.new_empty(outer, num_rows, weight.shape[0]) for weight in weights]
-    with closing(transport.gather(sent, needs_whole=False)) as inbox:
+    with closing(transport.gather(sent)) as inbox:
         prepared = [product.weight(weight) for product, weight in zip(found, weights, strict=True)]
         for rows, block in inbox.blocks():
             for product, weight, out in zip(found, prepared, outs, strict=True):
@@ -232,7 +232,7 @@ def matmul_scatter_backward(
     """Gradients of x and of the weight, of one gather; empty where not needed."""
     transport, multiplying = _transport(x_OCX, group_name), find_product(product)
     found = [grad_ORY.new_empty(0), grad_ORY.new_empty(0)]
-    with _maybe_gathered(transport, grad_ORY, needs_x or needs_weight, needs_whole=needs_weight) as inbox:
+    with _maybe_gathered(transport, grad_ORY, needs_x or needs_weight) as inbox:
         if inbox is not None and needs_x:
             prepared = multiplying.weight_transposed(weight_YX)
             found[0] = grad_ORY.new_empty(*x_OCX.shape)
@@ -293,11 +293,11 @@ def _transport(x: Tensor, group_name: str) -> Transport:
 
 
 @contextmanager
-def _maybe_gathered(transport: Transport, x: Tensor, needed: bool, needs_whole: bool = True) -> Generator[Inbox | None]:
+def _maybe_gathered(transport: Transport, x: Tensor, needed: bool) -> Generator[Inbox | None]:
     if not needed:
         yield None
         return
-    with closing(transport.gather(x.contiguous(), needs_whole)) as inbox:
+    with closing(transport.gather(x.contiguous())) as inbox:
         yield inbox
 
 

@@ -6,16 +6,16 @@ in symmetric memory and flags of one word per (channel, rank):
     gather    buffer (O, N * R, X): rank r pushes its shard to its place in everybody's
     scatter   buffer (N, O, R, X): rank r multiplies into place q of its own, and q pulls that
 
-    gather    sender:    wait for the receivers' credits; copy a piece, signal it; next piece; next receiver
-              receiver:  wait for a piece's signal, multiply it; ... after the last read, give the credit
-    scatter   sender:    wait for the receivers' credits; multiply, signal; next piece; next receiver
-              receiver:  wait for a piece's signal, copy it; ... after the last copy, give the credit
+    gather    sender:    copies:   wait for the receiver's credit; copy a piece, signal it; next piece; next receiver
+              receiver:  compute:  wait for a piece's signal, multiply it; ... after the last read, give the credit
+    scatter   sender:    compute:  wait for the receiver's credit; multiply, signal; next piece; next receiver
+              receiver:  copies:   wait for a piece's signal, copy it; ... after the last copy, give the credit
 
-Copies need no thread blocks, and run on a stream of their own, one behind the other: where a gather and a scatter are
-under way, what the gather brings is wanted first. Signals have a stream per lane, so that no copy waits for the
-launches around it. What a gather brings is read where it arrived, since it came before it was wanted; what a scatter
-brings goes into the memory of the result. Of two ranks, products of this rank's own rows are added to that as they are
-computed, so that nothing is left to add up behind them; of more, parts are added up in the end.
+Copies need no thread blocks, and run on one stream of the group, one behind the other: where a gather and a scatter are
+under way, what the gather brings is wanted first. What a gather brings is read where it arrived, since it came before
+it was wanted; what a scatter brings goes into the memory of the result. Of two ranks, products of this rank's own rows
+are added to that as they are computed, so that nothing is left to add up behind them; of more, parts are added up in
+the end.
 
 A signal is one word that the sender turns from 0 to 1 (after its copies, at system scope) and the receiver back:
 nothing is ever reset, so a captured graph can replay. The first use of a buffer needs no credit. Waits are bounded by
@@ -28,7 +28,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,24 +60,23 @@ class Handle(Protocol):
         ...
 
 
-class Streams(NamedTuple):
-    """What runs beside the stream that computes; None (tests on CPUs): on it, at once."""
-
-    copies: torch.cuda.Stream | None
-    signals: torch.cuda.Stream | None
-
-
 class Lane:
-    """One buffer per rank, streams, and who waits for whom.
+    """One buffer per rank, and who waits for whom.
 
     Args:
         allocate: bytes -> the handle of a new symmetric buffer. Collective.
+        copies: the stream that copies run on; None (tests on CPUs): where they are issued.
     """
 
     def __init__(
-        self, rank: int, size: int, allocate: Callable[[int], Handle], streams: Streams, timeout_seconds: float
+        self,
+        rank: int,
+        size: int,
+        allocate: Callable[[int], Handle],
+        copies: torch.cuda.Stream | None,
+        timeout_seconds: float,
     ) -> None:
-        self.rank, self.size, self.streams = rank, size, streams
+        self.rank, self.size, self.copies = rank, size, copies
         self.timeout_ms = max(int(timeout_seconds * 1000), 1)
         self._allocate = allocate
         self._handle: Handle | None = None
@@ -104,49 +103,38 @@ class Lane:
             self._views[key] = self.handle.get_buffer(rank, shape, dtype)
         return self._views[key]
 
-    def now(self) -> Moment:
-        """What the current stream has been given so far."""
-        if self.streams.copies is None:
-            return None
-        return self._current().record_event()
+    def on_copies(self) -> AbstractContextManager[object]:
+        """What is issued inside runs on the stream of copies."""
+        return nullcontext() if self.copies is None else self.copies
+
+    def fork(self) -> None:
+        """What copies do from here on is after everything that the current stream has been given."""
+        if self.copies is not None:
+            self.copies.wait_event(self._current().record_event())
+
+    def copied(self) -> Moment:
+        """When all copies that were issued until now are done."""
+        return None if self.copies is None else self.copies.record_event()
 
     def wait_for(self, moment: Moment) -> None:
         """What the current stream is given from here on runs after that."""
         if moment is not None:
             moment.wait(self._current())
 
-    def on(self, stream: torch.cuda.Stream | None, then: Moment) -> AbstractContextManager[object]:
-        """What is issued inside runs on one of `streams`, after `then`."""
-        if stream is None:
-            return nullcontext()
-        stream.wait_event(then)
-        return stream
-
     def _current(self) -> torch.cuda.Stream:
-        assert self.streams.copies is not None
+        assert self.copies is not None
         # By number: to look the device up costs the host as much as a launch.
-        return torch.cuda.current_stream(self.streams.copies.device_index)
+        return torch.cuda.current_stream(self.copies.device_index)
 
-    def join(self) -> None:
-        """What the current stream is given from here on runs after everything that was issued beside it."""
-        for stream in self.streams:
-            self.wait_for(None if stream is None else stream.record_event())
+    def take_credit(self, rank: int) -> None:
+        """Wait, on the current stream, until a receiver has read what it was sent last time."""
+        if self._used:
+            self.handle.wait_signal(rank, _CREDIT, self.timeout_ms)
 
-    def take_credits(self) -> Moment:
-        """When all receivers have read what they were sent last time, and what was issued until now is done."""
-        if not self._used:
-            return self.now()
-        with self.on(self.streams.signals, self.now()):
-            for rank in after(self.rank, self.size):
-                self.handle.wait_signal(rank, _CREDIT, self.timeout_ms)
-            return self.now()
-
-    def give_credit(self, rank: int) -> None:
-        """Everything that came from this rank has been read."""
-        self.handle.put_signal(rank, _CREDIT, self.timeout_ms)
-
-    def credits_are_due(self) -> None:
-        """The next use of the buffer needs the others' word that they have read what this one sent."""
+    def give_credits(self) -> None:
+        """Everything that came has been read; the next use needs the others' word for the same."""
+        for rank in after(self.rank, self.size):
+            self.handle.put_signal(rank, _CREDIT, self.timeout_ms)
         self._used = True
 
     def signal_piece(self, to: int, number: int) -> None:
@@ -164,9 +152,9 @@ class PeerBuffers:
     def __init__(self, gathers: Lane, scatters: Lane) -> None:
         self.gathers, self.scatters = gathers, scatters
 
-    def gather(self, shard_ORX: Tensor, needs_whole: bool) -> Inbox:
+    def gather(self, shard_ORX: Tensor) -> Inbox:
         """See `Transport`."""
-        return _BufferInbox(self.gathers, shard_ORX, needs_whole)
+        return _BufferInbox(self.gathers, shard_ORX)
 
     def scatter(self, shape: tuple[int, int, int], like: Tensor) -> Outbox:
         """See `Transport`."""
@@ -174,27 +162,25 @@ class PeerBuffers:
 
 
 class _BufferInbox:
-    def __init__(self, lane: Lane, shard_ORX: Tensor, needs_whole: bool) -> None:
+    def __init__(self, lane: Lane, shard_ORX: Tensor) -> None:
         outer, self.num_rows, width = shard_ORX.shape
         self.lane, self.shard, self.pieces = lane, shard_ORX, cut(self.num_rows)
-        self.shape, self.has_own = (outer, lane.size * self.num_rows, width), needs_whole
+        self.shape = outer, lane.size * self.num_rows, width
         # Whose pieces have come.
         self.arrived: set[tuple[int, int]] = set()
         lane.reserve(math.prod(self.shape) * shard_ORX.element_size())
         self.buffer = lane.view(lane.rank, self.shape, shard_ORX.dtype)
-        own = rows_of(lane.rank, self.num_rows, slice(0, self.num_rows))
-        ready = lane.take_credits()
-        with lane.on(lane.streams.copies, ready):
+        self.own = rows_of(lane.rank, self.num_rows, slice(0, self.num_rows))
+        lane.fork()
+        with lane.on_copies():
             # The rank before this one wants this shard first.
             for to in reversed(after(lane.rank, lane.size)):
-                theirs = lane.view(to, self.shape, shard_ORX.dtype)[:, own]
+                lane.take_credit(to)
+                theirs = lane.view(to, self.shape, shard_ORX.dtype)[:, self.own]
                 for number, piece in enumerate(self.pieces):
                     _copy(shard_ORX[:, piece], theirs[:, piece])
-                    with lane.on(lane.streams.signals, lane.now()):
-                        lane.signal_piece(to, number)
-            if needs_whole:
-                _copy(shard_ORX, self.buffer[:, own])
-            self.own_copied = lane.now()
+                    lane.signal_piece(to, number)
+        self.sent = lane.copied()
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         for piece in self.pieces:
@@ -206,18 +192,15 @@ class _BufferInbox:
                 yield rows, self.buffer[:, rows]
 
     def whole(self) -> Tensor:
-        assert self.has_own
+        # Not beside products: such a copy takes their thread blocks.
+        _copy(self.shard, self.buffer[:, self.own])
         self._wait_all()
-        # Not for what a scatter copies meanwhile.
-        self.lane.wait_for(self.own_copied)
         return self.buffer
 
     def close(self) -> None:
         self._wait_all()
-        self.lane.join()
-        for rank in after(self.lane.rank, self.lane.size):
-            self.lane.give_credit(rank)
-        self.lane.credits_are_due()
+        self.lane.wait_for(self.sent)
+        self.lane.give_credits()
 
     def _wait(self, source: int, number: int) -> None:
         if (source, number) not in self.arrived:
@@ -241,9 +224,9 @@ class _BufferOutbox:
         # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum.
         self.adds = lane.size == 2
         self.parts = like.new_empty(1 if self.adds else lane.size, *self.shape[1:])
-        # When pieces of the other's part have come, of two ranks.
+        # When pieces of the others' parts have come.
         self.arrived: list[Moment] = []
-        lane.wait_for(lane.take_credits())
+        lane.fork()
 
     def blocks(self) -> Iterator[slice]:
         for rank in (*after(self.lane.rank, self.lane.size), self.lane.rank):
@@ -252,39 +235,37 @@ class _BufferOutbox:
 
     def space(self, rows: slice) -> tuple[Tensor, bool]:
         rank, number = self._which(rows)
-        if rank != self.lane.rank:
-            return self.buffer[rank, :, self.pieces[number]], False
-        if self.adds:
-            self.lane.wait_for(self.arrived[number])
-        return self._part_of(rank)[:, self.pieces[number]], self.adds
+        if rank == self.lane.rank:
+            if self.adds:
+                self.lane.wait_for(self.arrived[number])
+            return self._part_of(rank)[:, self.pieces[number]], self.adds
+        if number == 0:
+            self.lane.take_credit(rank)
+        return self.buffer[rank, :, self.pieces[number]], False
 
     def send(self, rows: slice) -> None:
         rank, number = self._which(rows)
         if rank == self.lane.rank:
             return
-        # As many ranks before this one as `rank` is after it: that one has computed for this one meanwhile.
-        source = (2 * self.lane.rank - rank) % self.lane.size
         lane, piece = self.lane, self.pieces[number]
-        with lane.on(lane.streams.signals, lane.now()):
-            lane.signal_piece(rank, number)
+        lane.signal_piece(rank, number)
+        # As many ranks before this one as `rank` is after it: that one has computed for this one meanwhile.
+        source = (2 * lane.rank - rank) % lane.size
+        theirs = lane.view(source, self.shape, self.dtype)[lane.rank, :, piece]
+        with lane.on_copies():
             lane.wait_piece(source, number)
-            told = lane.now()
-        with lane.on(lane.streams.copies, told):
-            theirs = lane.view(source, self.shape, self.dtype)[lane.rank, :, piece]
             _copy(theirs, self._part_of(source)[:, piece])
-            copied = lane.now()
-        self.arrived.append(copied)
-        if number == len(self.pieces) - 1:
-            with lane.on(lane.streams.signals, copied):
-                lane.give_credit(source)
+            self.arrived.append(lane.copied())
+            if len(self.arrived) == len(self.pieces) * (lane.size - 1):
+                lane.give_credits()
 
     def total(self) -> Tensor:
-        self.lane.join()
+        self.lane.wait_for(self.arrived[-1])
         return self.parts[0] if self.adds else sum_ascending(self.parts)
 
     def close(self) -> None:
-        self.lane.join()
-        self.lane.credits_are_due()
+        # For the credits: a graph ends where all of its streams meet.
+        self.lane.wait_for(self.lane.copied())
 
     def _which(self, rows: slice) -> tuple[int, int]:
         rank, first = divmod(rows.start, self.num_rows)
@@ -320,8 +301,7 @@ def buffers_of(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers:
         copies = torch.cuda.Stream(device, priority=-1)
 
         def lane() -> Lane:
-            streams = Streams(copies, torch.cuda.Stream(device, priority=-1))
-            return Lane(group.rank(), group.size(), lambda size: _allocate(group, device, size), streams, timeout)
+            return Lane(group.rank(), group.size(), lambda size: _allocate(group, device, size), copies, timeout)
 
         _BUFFERS[name] = PeerBuffers(lane(), lane())
     return _BUFFERS[name]

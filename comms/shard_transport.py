@@ -73,8 +73,8 @@ class Outbox(Protocol):
 class Transport(Protocol):
     """One way to move rows between the ranks of a group. All ranks open and close boxes in the same order."""
 
-    def gather(self, shard_ORX: Tensor, needs_whole: bool) -> Inbox:
-        """Send this rank's shard to everyone; `needs_whole`: `whole` will be asked for."""
+    def gather(self, shard_ORX: Tensor) -> Inbox:
+        """Send this rank's shard to everyone."""
         ...
 
     def scatter(self, shape: tuple[int, int, int], like: Tensor) -> Outbox:
@@ -129,7 +129,7 @@ class Messages:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
 
-    def gather(self, shard_ORX: Tensor, needs_whole: bool) -> Inbox:
+    def gather(self, shard_ORX: Tensor) -> Inbox:
         """See `Transport`."""
         return _MessageInbox(self, shard_ORX)
 

@@ -112,9 +112,9 @@ def low_precision(recipe: str) -> tuple[dict[str, float], set[tuple[torch.dtype,
     y, found, sent = whole.requires_grad_(), {}, set()
     gather = Messages.gather
 
-    def noting(self: Messages, shard: Tensor, needs_whole: bool) -> shard_transport.Inbox:
+    def noting(self: Messages, shard: Tensor) -> shard_transport.Inbox:
         sent.add((shard.dtype, shard.shape[2]))
-        return gather(self, shard, needs_whole)
+        return gather(self, shard)
 
     def every(min_work: int) -> dict[str, list[Tensor]]:
         all_coded, one_coded = [product(recipe)] * 2, [product(recipe), AS_THEY_ARE]

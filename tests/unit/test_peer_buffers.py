@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comms import shard_transport
 from comms.async_tp import _multiply_and_send
-from comms.peer_buffers import Lane, PeerBuffers, Streams
+from comms.peer_buffers import Lane, PeerBuffers
 from comms.products import PlainProduct
 from comms.shard_transport import cut
 
@@ -56,7 +56,7 @@ def threaded_lanes(size: int) -> list[PeerBuffers]:
             shared["barrier"].wait(10)
             return FakeHandle(rank, shared)
 
-        lanes.append([Lane(rank, size, partial(allocate, rank), Streams(None, None), 10) for rank in range(size)])
+        lanes.append([Lane(rank, size, partial(allocate, rank), None, 10) for rank in range(size)])
     return [PeerBuffers(*pair) for pair in zip(*lanes, strict=True)]
 
 
@@ -77,7 +77,7 @@ def test_lanes_of_buffers_compute_the_same(size: int) -> None:
         try:
             for shards, wide, (up, down) in rounds:
                 whole = shards.transpose(0, 1).flatten(1, 2)
-                inbox = ranks[rank].gather(shards[rank], needs_whole=True)
+                inbox = ranks[rank].gather(shards[rank])
                 time.sleep(chooser.random() * 0.01)
                 outbox = ranks[rank].scatter((*wide[rank].shape[:2], down[rank].shape[0]), shards[rank])
                 _multiply_and_send(outbox, [wide[rank]], [down[rank].t()], [PlainProduct()])
