@@ -6,16 +6,17 @@ in symmetric memory and flags of one word per (channel, rank):
     gather    buffer (O, N * R, X): rank r pushes its shard to its place in everybody's
     scatter   buffer (N, O, R, X): rank r multiplies into place q of its own, and q pulls that
 
-    gather    sender:    copies:   wait for the receiver's credit; copy a piece, signal it; next piece; next receiver
-              receiver:  compute:  wait for a piece's signal, multiply it; ... after the last read, give the credit
-    scatter   sender:    compute:  wait for the receiver's credit; multiply, signal; next piece; next receiver
-              receiver:  copies:   wait for a piece's signal, copy it; ... after the last copy, give the credit
+    gather    sender:    wait for the receiver's credit; copy a piece, signal it; next piece; next receiver
+              receiver:  wait for a piece's signal, multiply it; ... after the last read, give the credit
+    scatter   sender:    wait for the receiver's credit; multiply, signal; next piece; next receiver
+              receiver:  wait for a piece's signal, copy it; ... after the last copy, give the credit
 
 Copies need no thread blocks, and run on one stream of the group, one behind the other: where a gather and a scatter are
-under way, what the gather brings is wanted first. What a gather brings is read where it arrived, since it came before
-it was wanted; what a scatter brings goes into the memory of the result. Of two ranks, products of this rank's own rows
-are added to that as they are computed, so that nothing is left to add up behind them; of more, parts are added up in
-the end.
+under way, what the gather brings is wanted first. What a scatter signals and waits for has a stream of its own, since
+between products or copies it would hold them up (a product of 90 us for 10 to 20, measured). What a gather brings is
+read where it arrived, since it came before it was wanted; what a scatter brings goes into the memory of the result. Of
+two ranks, products of this rank's own rows are added to that as they are computed, so that nothing is left to add up
+behind them; of more, parts are added up in the end.
 
 A signal is one word that the sender turns from 0 to 1 (after its copies, at system scope) and the receiver back:
 nothing is ever reset, so a captured graph can replay. The first use of a buffer needs no credit. Waits are bounded by
@@ -28,7 +29,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,23 +61,24 @@ class Handle(Protocol):
         ...
 
 
+class Streams(NamedTuple):
+    """What runs beside the stream that computes; None (tests on CPUs): everything where it is issued."""
+
+    copies: torch.cuda.Stream | None = None
+    signals: torch.cuda.Stream | None = None
+
+
 class Lane:
-    """One buffer per rank, and who waits for whom.
+    """One buffer per rank, streams, and who waits for whom.
 
     Args:
         allocate: bytes -> the handle of a new symmetric buffer. Collective.
-        copies: the stream that copies run on; None (tests on CPUs): where they are issued.
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        allocate: Callable[[int], Handle],
-        copies: torch.cuda.Stream | None,
-        timeout_seconds: float,
+        self, rank: int, size: int, allocate: Callable[[int], Handle], streams: Streams, timeout_seconds: float
     ) -> None:
-        self.rank, self.size, self.copies = rank, size, copies
+        self.rank, self.size, self.streams = rank, size, streams
         self.timeout_ms = max(int(timeout_seconds * 1000), 1)
         self._allocate = allocate
         self._handle: Handle | None = None
@@ -103,28 +105,28 @@ class Lane:
             self._views[key] = self.handle.get_buffer(rank, shape, dtype)
         return self._views[key]
 
-    def on_copies(self) -> AbstractContextManager[object]:
-        """What is issued inside runs on the stream of copies."""
-        return nullcontext() if self.copies is None else self.copies
-
-    def fork(self) -> None:
-        """What copies do from here on is after everything that the current stream has been given."""
-        if self.copies is not None:
-            self.copies.wait_event(self._current().record_event())
-
-    def copied(self) -> Moment:
-        """When all copies that were issued until now are done."""
-        return None if self.copies is None else self.copies.record_event()
+    def now(self) -> Moment:
+        """What the current stream has been given so far."""
+        stream = self._current()
+        return None if stream is None else stream.record_event()
 
     def wait_for(self, moment: Moment) -> None:
         """What the current stream is given from here on runs after that."""
-        if moment is not None:
-            moment.wait(self._current())
+        stream = self._current()
+        if stream is not None:
+            stream.wait_event(moment)
 
-    def _current(self) -> torch.cuda.Stream:
-        assert self.copies is not None
+    def on(self, stream: torch.cuda.Stream | None, then: Moment) -> AbstractContextManager[object]:
+        """What is issued inside runs on one of `streams`, after `then`."""
+        if stream is None:
+            return nullcontext()
+        stream.wait_event(then)
+        return stream
+
+    def _current(self) -> torch.cuda.Stream | None:
         # By number: to look the device up costs the host as much as a launch.
-        return torch.cuda.current_stream(self.copies.device_index)
+        copies = self.streams.copies
+        return None if copies is None else torch.cuda.current_stream(copies.device_index)
 
     def take_credit(self, rank: int) -> None:
         """Wait, on the current stream, until a receiver has read what it was sent last time."""
@@ -171,8 +173,7 @@ class _BufferInbox:
         lane.reserve(math.prod(self.shape) * shard_ORX.element_size())
         self.buffer = lane.view(lane.rank, self.shape, shard_ORX.dtype)
         self.own = rows_of(lane.rank, self.num_rows, slice(0, self.num_rows))
-        lane.fork()
-        with lane.on_copies():
+        with lane.on(lane.streams.copies, lane.now()):
             # The rank before this one wants this shard first.
             for to in reversed(after(lane.rank, lane.size)):
                 lane.take_credit(to)
@@ -180,7 +181,7 @@ class _BufferInbox:
                 for number, piece in enumerate(self.pieces):
                     _copy(shard_ORX[:, piece], theirs[:, piece])
                     lane.signal_piece(to, number)
-        self.sent = lane.copied()
+            self.sent = lane.now()
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         for piece in self.pieces:
@@ -224,9 +225,13 @@ class _BufferOutbox:
         # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum.
         self.adds = lane.size == 2
         self.parts = like.new_empty(1 if self.adds else lane.size, *self.shape[1:])
-        # When pieces of the others' parts have come.
+        # When a receiver has read what it was sent last time, and when pieces of the others' parts have come.
+        self.free: dict[int, Moment] = {}
         self.arrived: list[Moment] = []
-        lane.fork()
+        with lane.on(lane.streams.signals, lane.now()):
+            for rank in after(lane.rank, lane.size):
+                lane.take_credit(rank)
+                self.free[rank] = lane.now()
 
     def blocks(self) -> Iterator[slice]:
         for rank in (*after(self.lane.rank, self.lane.size), self.lane.rank):
@@ -240,7 +245,7 @@ class _BufferOutbox:
                 self.lane.wait_for(self.arrived[number])
             return self._part_of(rank)[:, self.pieces[number]], self.adds
         if number == 0:
-            self.lane.take_credit(rank)
+            self.lane.wait_for(self.free[rank])
         return self.buffer[rank, :, self.pieces[number]], False
 
     def send(self, rows: slice) -> None:
@@ -248,24 +253,28 @@ class _BufferOutbox:
         if rank == self.lane.rank:
             return
         lane, piece = self.lane, self.pieces[number]
-        lane.signal_piece(rank, number)
         # As many ranks before this one as `rank` is after it: that one has computed for this one meanwhile.
         source = (2 * lane.rank - rank) % lane.size
-        theirs = lane.view(source, self.shape, self.dtype)[lane.rank, :, piece]
-        with lane.on_copies():
+        with lane.on(lane.streams.signals, lane.now()):
+            lane.signal_piece(rank, number)
             lane.wait_piece(source, number)
+            told = lane.now()
+        with lane.on(lane.streams.copies, told):
+            theirs = lane.view(source, self.shape, self.dtype)[lane.rank, :, piece]
             _copy(theirs, self._part_of(source)[:, piece])
-            self.arrived.append(lane.copied())
-            if len(self.arrived) == len(self.pieces) * (lane.size - 1):
-                lane.give_credits()
+            self.arrived.append(lane.now())
 
     def total(self) -> Tensor:
         self.lane.wait_for(self.arrived[-1])
         return self.parts[0] if self.adds else sum_ascending(self.parts)
 
     def close(self) -> None:
-        # For the credits: a graph ends where all of its streams meet.
-        self.lane.wait_for(self.lane.copied())
+        last = self.arrived[-1] if self.arrived else self.lane.now()
+        with self.lane.on(self.lane.streams.signals, last):
+            self.lane.give_credits()
+            given = self.lane.now()
+        # A graph ends where all of its streams meet.
+        self.lane.wait_for(given)
 
     def _which(self, rows: slice) -> tuple[int, int]:
         rank, first = divmod(rows.start, self.num_rows)
@@ -297,11 +306,10 @@ def buffers_of(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers:
     name = group.group_name
     if name not in _BUFFERS:
         timeout = _TIMEOUTS.get(name, DEFAULT_TIMEOUT_SECONDS)
-
-        copies = torch.cuda.Stream(device, priority=-1)
+        streams = Streams(*(torch.cuda.Stream(device, priority=-1) for _ in Streams._fields))
 
         def lane() -> Lane:
-            return Lane(group.rank(), group.size(), lambda size: _allocate(group, device, size), copies, timeout)
+            return Lane(group.rank(), group.size(), lambda size: _allocate(group, device, size), streams, timeout)
 
         _BUFFERS[name] = PeerBuffers(lane(), lane())
     return _BUFFERS[name]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comms import shard_transport
 from comms.async_tp import _multiply_and_send
-from comms.peer_buffers import Lane, PeerBuffers
+from comms.peer_buffers import Lane, PeerBuffers, Streams
 from comms.products import PlainProduct
 from comms.shard_transport import cut
 
@@ -56,7 +56,7 @@ def threaded_lanes(size: int) -> list[PeerBuffers]:
             shared["barrier"].wait(10)
             return FakeHandle(rank, shared)
 
-        lanes.append([Lane(rank, size, partial(allocate, rank), None, 10) for rank in range(size)])
+        lanes.append([Lane(rank, size, partial(allocate, rank), Streams(), 10) for rank in range(size)])
     return [PeerBuffers(*pair) for pair in zip(*lanes, strict=True)]
 
 
