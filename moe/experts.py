@@ -11,10 +11,10 @@ nothing beside the activation, and its gradient needs `a` alone: y never has to 
 Shape suffixes: R rows, K experts per token, P pairs, D model dim, F expert hidden dim, E experts of this rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,14 @@ def each_row_a_pair(num_pairs: int, offsets_E: Tensor) -> Pairs:
 ExpertWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
+class Cast(Protocol):
+    """How parameters become what is computed with (parallel/whole_experts.py)."""
+
+    def __call__(self, compute: Callable[[ExpertWeights], Tensor], masters: Sequence[nn.Parameter | None]) -> Tensor:
+        """The result of `compute` on what has been made of the parameters."""
+        ...
+
+
 class GroupedExperts(nn.Module):
     """E gated feed-forward experts. Weights in nn.Linear's orientation, gate and up stacked in one tensor."""
 
@@ -68,6 +76,8 @@ class GroupedExperts(nn.Module):
         # How sorted rows meet their experts' matrices, and by what recipe: see `use_recipe`.
         self.linear: Callable[..., Tensor] = grouped_linear
         self.recipe: Recipe | None = None
+        # None: parameters are computed with as they are, or FSDP puts others in their place.
+        self.cast: Cast | None = None
         # Whether exchanged experts keep h for backward; where the block is checkpointed they compute it again.
         self.keeps_hidden = True
         # False on all but one of the ranks that share each expert's hidden units: partial sums have one bias.
@@ -97,13 +107,30 @@ class GroupedExperts(nn.Module):
             through: rows, ids (of all experts) and weights are those of this rank's tokens, and so is the result: they
                 travel to their experts and back.
         """
-        w_gate_up, w_down = local(self.w_gate_up), local(self.w_down)
+        parameters = self.w_gate_up, self.w_down, self.b_gate_up, self.b_down
+        given = rows_RD, ids_RK, weights_RK, num_pairs, exact, through
+        if self.cast is not None:
+            return self.cast(lambda weights: self.compute(weights, *given), parameters)
+        w_gate_up, w_down, *biases = (None if parameter is None else local(parameter) for parameter in parameters)
+        assert w_gate_up is not None and w_down is not None
+        return self.compute((w_gate_up, w_down, biases[0], biases[1]), *given)
+
+    def compute(
+        self,
+        weights: ExpertWeights,
+        rows_RD: Tensor,
+        ids_RK: Tensor,
+        weights_RK: Tensor,
+        num_pairs: int,
+        exact: bool,
+        through: Through | None,
+    ) -> Tensor:
+        """`forward` with these weights, in the dtype of the rows."""
+        w_gate_up, w_down, b_gate_up, b_down = weights
         if through is not None:
-            weights = w_gate_up, w_down
-            return exchanged_experts(through, rows_RD, weights_RK, ids_RK, *weights, self.config.activation)
+            return exchanged_experts(through, rows_RD, weights_RK, ids_RK, w_gate_up, w_down, self.config.activation)
         backend = resolve_backend(self.config.backend, rows_RD.dtype, rows_RD.device)
-        b_gate_up = None if self.b_gate_up is None else local(self.b_gate_up)
-        b_down = local(self.b_down) if self.b_down is not None and self.adds_down_bias else None
+        b_down = b_down if self.adds_down_bias else None
         if backend == "reference":
             return reference_experts(rows_RD, ids_RK, weights_RK, w_gate_up, w_down, b_gate_up, b_down, self.config)
         pairs = sort_pairs(ids_RK, w_down.shape[0], num_pairs)

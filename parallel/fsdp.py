@@ -5,7 +5,7 @@ of the global one and the reduction is a plain sum, for dense and expert weights
 could depend on the layout: that is how the doubled and halved expert gradients of other frameworks cannot arise.
 
 Expert weights are gathered over dp_shard x cp x tp / (ep x etp) only: each group of ranks that holds the same experts
-is its own FSDP mesh.
+is its own FSDP mesh. Where that is one rank, FSDP leaves them alone (parallel/whole_experts.py).
 """
 
 import torch
@@ -17,6 +17,7 @@ from moe.layer import MoE
 from moe.linear_maps import local
 from parallel.mesh import Mesh
 from parallel.sizes import expert_shard_dim
+from parallel.whole_experts import CastWeights
 
 
 def apply_fsdp(
@@ -30,15 +31,27 @@ def apply_fsdp(
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     # Inputs are not cast: routing weights and losses must stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    whole: set[nn.Parameter] = set()
     for block in blocks:
         for layer in [module for module in block.modules() if isinstance(module, MoE)]:
-            if mesh.experts is not mesh.dense:
+            if has_whole_experts(mesh):
+                whole |= set(layer.experts.parameters())
+                if compute_dtype != layer.experts.w_down.dtype:
+                    layer.experts.cast = CastWeights(compute_dtype, reshard_after_forward)
+            elif mesh.experts is not mesh.dense:
                 _shard_experts(layer.experts, mesh, policy, reshard_after_forward)
-        fully_shard(block, mesh=mesh.dense, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh.dense, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    for module in (*blocks, model):
+        fully_shard(
+            module, mesh=mesh.dense, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=whole
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
+
+
+def has_whole_experts(mesh: Mesh) -> bool:
+    """Whether no other rank has a share, or a replica, of this rank's experts."""
+    return mesh.experts.size() == 1
 
 
 def sum_gradients(module: FSDPModule) -> None:

@@ -14,6 +14,8 @@ weights that FSDP gathers and gradients that it has not reduced yet, what forwar
 
 each with parameters, moments, buffers, and the root's gathered weights. The forward of a block takes no more than its
 backward. FSDP reduces the gradients of every micro-batch: from a step's second one on all are there all the time.
+Experts that a rank has alone are cast when they are needed, and their gradients added to those before; nothing is
+gathered ahead.
 
 The allocator's own losses are not counted, nor what a checkpoint copies to save it.
 """
@@ -81,8 +83,10 @@ class Share(NamedTuple):
 
     kept: int
     gathered: int
-    # Of the gathered ones, those of experts that FSDP gathers and reduces by themselves.
+    # Of the gathered ones, those of experts, which are gathered and reduced by themselves.
     apart: int = 0
+    # Of these, those of experts that are cast instead (parallel/whole_experts.py), or computed with as they are.
+    whole: int = 0
 
 
 def plan_memory(config: Config, num_ranks: int, device_type: str = "cuda") -> MemoryPlan:
@@ -135,13 +139,13 @@ def _moments(
     kept = [sum(of_one.values()) for of_one in kept_by_layer]
     all_gradients = (root.kept + sum(block.kept for block in blocks)) * wide
     before = all_gradients if accumulates else 0
-    reshards = load.sizes.reshard_after_forward
+    reshards, casts = load.sizes.reshard_after_forward, DTYPES[load.config.precision.recipe][0] != load.dtype
     head = _head_numbers(load)
     # The loss leaves the gradient of the head's weight, once for each token that is predicted.
     moments = {
         LOSS: {
             "gradients": before,
-            "gathered weights": (root.gathered + (0 if reshards else _gathered(blocks))) * width,
+            "gathered weights": (root.gathered + (0 if reshards else _gathered(blocks, casts))) * width,
             "activations": sum(kept) + further_bytes(load),
             "head": head_bytes(load) + (1 + depth) * head * wide,
         },
@@ -155,11 +159,12 @@ def _moments(
     for layer in reversed(range(len(blocks))):
         block, after = blocks[layer], blocks[layer + 1] if layer + 1 < len(blocks) else Share(0, 0)
         alive = blocks[max(layer - 1, 0) : layer + 1] if reshards else blocks[: layer + 1]
+        ahead = alive[0].whole if reshards and casts and layer else 0
         # Losses of tokens further ahead come first, one before each of their blocks.
         pending = max(layer + 1 - load.config.model.num_layers, 0)
         parts = {
             "gradients": before or reduced,
-            "gathered weights": (root.gathered + _gathered(alive)) * width,
+            "gathered weights": (root.gathered + _gathered(alive, casts) - ahead) * width,
             "head": head * (width + pending * wide),
         }
         moments[f"backward of block {layer}"] = parts | {
@@ -167,21 +172,23 @@ def _moments(
             "activations": sum(kept[: layer + 1]),
             "block at work": work[layer],
         }
-        # Experts that FSDP has by themselves are reduced before the backward of the block's attention.
+        # Experts by themselves are reduced before the backward of the block's attention.
         apart = block.apart or block.gathered
+        # Added to what is there, or there already as autograd left them.
+        added = block.whole if before or not casts else 0
         moments[f"reduction of block {layer}"] = parts | {
             # A micro-batch's gradients are added to those before.
             "gradients": before + block.kept * wide if before else reduced,
-            "gathered weights": parts["gathered weights"] - apart * width,
-            "unreduced gradients": apart * (width + wide),
+            "gathered weights": parts["gathered weights"] - (apart - (0 if casts else block.whole)) * width,
+            "unreduced gradients": apart * width + (apart - added) * wide,
             "activations": sum(kept[:layer]) + (kept_by_layer[layer].get("attention", 0) if block.apart else 0),
         }
         reduced += block.kept * wide
     return moments
 
 
-def _gathered(blocks: Sequence[Share]) -> int:
-    return sum(block.gathered for block in blocks)
+def _gathered(blocks: Sequence[Share], casts: bool) -> int:
+    return sum(block.gathered - (0 if casts else block.whole) for block in blocks)
 
 
 # ---- parameters
@@ -203,16 +210,17 @@ def share_out(config: Config, sizes: ParallelConfig, dtype: torch.dtype) -> dict
             if not is_expert and fnmatchcase(name, pattern):
                 shape[dim] //= sizes.tp
         dim, ranks = 0, sizes.dp_shard * sizes.cp
-        is_apart = is_expert and sizes.ep * sizes.tp > 1
-        if is_apart:
+        if is_expert:
             ranks = sizes.dp_shard * sizes.cp * sizes.tp // (sizes.ep * sizes.etp)
-            dim = expert_shard_dim(shape, ranks)
+            dim = expert_shard_dim(shape, ranks) if sizes.ep * sizes.tp > 1 else 0
+        is_whole = is_expert and ranks * sizes.dp_replicate == 1
+        is_apart = is_whole or (is_expert and sizes.ep * sizes.tp > 1)
         gathered = torch.Size(shape).numel()
         # Every rank has room for the largest share.
         kept = gathered // shape[dim] * -(-shape[dim] // ranks)
         before = found.get(block, Share(0, 0))
-        apart = gathered if is_apart else 0
-        found[block] = Share(before.kept + kept, before.gathered + gathered, before.apart + apart)
+        apart, whole = (gathered if counts else 0 for counts in (is_apart, is_whole))
+        found[block] = Share(*map(sum, zip(before, (kept, gathered, apart, whole), strict=True)))
     return found
 
 

@@ -93,13 +93,24 @@ def test_gradients_of_earlier_micro_batches_are_there_at_the_loss() -> None:
     assert twice.peak - once.peak == twice.at_peak["gradients"] == once.gradients
 
 
-def test_weights_that_stay_gathered_count_all_together() -> None:
-    words = ["experiment=qwen3_30b_a3b_bench", "parallel.ep=2"]
-    freed, kept = (plan_of(*words, f"parallel.reshard_after_forward={flag}", ranks=2) for flag in ("true", "false"))
+# Of experts that no other rank has a share of nothing is gathered ahead.
+@pytest.mark.parametrize(("ranks", "experts"), [(4, 0), (2, 2 * 64 * 3 * 2048 * 768)])
+def test_weights_that_stay_gathered_count_all_together(ranks: int, experts: int) -> None:
+    words = ["experiment=qwen3_30b_a3b_bench", "parallel.ep=2", "train.global_batch_size=16"]
+    freed, kept = (plan_of(*words, f"parallel.reshard_after_forward={flag}", ranks=ranks) for flag in ("true", "false"))
     more = kept.at_most["gathered weights"] - freed.at_most["gathered weights"]
     blocks = (kept.at_most["gathered weights"] - 2 * 2 * 151936 * 2048) / 8
     # Eight blocks instead of two; the root's two tables (and norm) stay in either case.
-    assert more == pytest.approx(6 * blocks, rel=1e-3)
+    assert more == pytest.approx(6 * blocks + experts, rel=1e-3)
+
+
+def test_experts_of_one_rank_alone_are_gathered_and_reduced_by_nobody() -> None:
+    """In fp32 they are computed with as they are, and their gradients are where they stay."""
+    words = ["experiment=qwen3_30b_a3b_bench", "parallel.ep=2", "precision=fp32", "train.global_batch_size=16"]
+    alone, shared = plan_of(*words, ranks=2), plan_of(*words, ranks=4)
+    experts = 64 * 3 * 2048 * 768
+    assert shared.at_most["gathered weights"] - alone.at_most["gathered weights"] == 2 * 4 * experts
+    assert alone.gradients > shared.gradients
 
 
 def test_further_tokens_take_blocks_heads_and_what_joins_them() -> None:

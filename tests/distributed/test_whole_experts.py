@@ -1,0 +1,158 @@
+"""Experts that one rank has alone compute, and get gradients, as by FSDP; their copies go as they do there."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from moe.experts import GroupedExperts
+from parallel import fsdp
+from parallel.config import ParallelConfig
+from parallel.mesh import Mesh, build_mesh
+from parallel.whole_experts import CastWeights
+from tests.distributed.harness import run_workers
+from tests.distributed.tiny_models import MODELS
+from trainer.build import build_model
+from trainer.config import Config, PrecisionConfig, TrainConfig
+
+SEQ_LEN = 8
+
+
+def part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def casts_of(model: nn.Module) -> list[CastWeights]:
+    casts = [module.cast for module in model.modules() if isinstance(module, GroupedExperts)]
+    assert casts and all(isinstance(cast, CastWeights) for cast in casts)
+    return casts  # type: ignore[return-value]
+
+
+def held(casts: list[CastWeights]) -> int:
+    """Bytes of copies."""
+    return sum(copy.untyped_storage().nbytes() for cast in casts for copy in cast._copies)
+
+
+def built(name: str, layout: dict[str, Any], recipe: str = "bf16") -> tuple[nn.Module, Mesh]:
+    mesh = build_mesh(ParallelConfig(**layout), torch.device("cpu"))
+    train = TrainConfig(global_batch_size=mesh.batch_size, seq_len=SEQ_LEN)
+    precision = PrecisionConfig(recipe=recipe)
+    return build_model(Config(model=MODELS[name], parallel=mesh.config, train=train, precision=precision), mesh), mesh
+
+
+def loss_of(model: nn.Module, mesh: Mesh, batch: int) -> Tensor:
+    tokens_BS = (torch.arange(SEQ_LEN)[None] * (batch + 3) + mesh.batch_rank) % 11
+    return model(tokens_BS, labels_BS=tokens_BS).loss_sum
+
+
+def traced(name: str, layout: dict[str, Any]) -> dict[str, Tensor]:
+    """Losses of two batches, an update between them, and what the gradients add up to."""
+    model, mesh = built(name, layout)
+    found = {}
+    for batch in range(2):
+        loss = loss_of(model, mesh, batch)
+        loss.backward()
+        found[f"loss {batch}"] = loss.detach()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    part(parameter).add_(part(parameter.grad), alpha=-0.1)
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert parameter.grad.dtype == torch.float32
+            found[key] = part(parameter.grad)
+    return found
+
+
+def compare_with_fsdp(name: str, layout: dict[str, Any]) -> list[str]:
+    ours = traced(name, layout)
+    with patch.object(fsdp, "has_whole_experts", lambda mesh: False):
+        theirs = traced(name, layout)
+    assert set(ours) == set(theirs) and any("experts" in key for key in ours)
+    return [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"ep": 2},
+        {"ep": 2, "activation_checkpoint": "full"},
+        {"ep": 2, "activation_checkpoint": "selective"},
+        {"ep": 2, "reshard_after_forward": False},
+        {"tp": 2, "etp": 2},
+    ],
+    ids=lambda layout: ",".join(f"{key}={value}" for key, value in layout.items()),
+)
+def test_losses_and_gradients_are_those_of_fsdp_bit_for_bit(name: str, layout: dict[str, Any]) -> None:
+    assert run_workers(compare_with_fsdp, 2, name, layout) == [[], []]
+
+
+def held_over_time(layout: dict[str, Any]) -> tuple[list[int], int]:
+    """Bytes of copies before, between and after two passes; and of all copies."""
+    model, mesh = built("qwen3", layout)
+    casts, found = casts_of(model), []
+    found.append(held(casts))
+    for batch in range(2):
+        loss = loss_of(model, mesh, batch)
+        found.append(held(casts))
+        loss.backward()
+        found.append(held(casts))
+    return found, sum(2 * copy.numel() for cast in casts for copy in cast._copies)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_copies_are_given_up_between_forward_and_backward_as_told(mode: str) -> None:
+    for found, every in run_workers(held_over_time, 2, {"ep": 2, "activation_checkpoint": mode}):
+        assert found == [0] * 5 and every > 0
+    kept = {"ep": 2, "activation_checkpoint": mode, "reshard_after_forward": False}
+    for found, every in run_workers(held_over_time, 2, kept):
+        assert found == [0, every, 0, every, 0]
+
+
+def who_is_whole(layout: dict[str, Any], recipe: str) -> tuple[bool, bool]:
+    """Whether experts are cast, and whether FSDP has them."""
+    experts = [module for module in built("qwen3", layout, recipe)[0].modules() if isinstance(module, GroupedExperts)]
+    return all(layer.cast is not None for layer in experts), all(isinstance(layer, FSDPModule) for layer in experts)
+
+
+def test_only_experts_of_one_rank_alone_are_left_by_fsdp() -> None:
+    assert run_workers(who_is_whole, 4, {"ep": 4}, "bf16") == [(True, False)] * 4
+    # Nothing to cast.
+    assert run_workers(who_is_whole, 4, {"ep": 4}, "fp32") == [(False, False)] * 4
+    assert run_workers(who_is_whole, 4, {"ep": 2}, "bf16") == [(False, True)] * 4
+    assert run_workers(who_is_whole, 4, {"ep": 2, "dp_replicate": 2}, "bf16") == [(False, True)] * 4
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cast = CastWeights(torch.bfloat16, give_up=True)
+        self.masters = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4, 5)), None, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cast(lambda weights: (x @ weights[0]) @ weights[1], self.masters)  # type: ignore
+
+
+def test_a_backward_that_asks_for_no_weight_leaves_nothing_stale() -> None:
+    model, x = Weights(), torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(model(x).sum(), [x])
+        first, second, *_ = (None if master is None else master.detach().bfloat16() for master in model.masters)
+        expected = (torch.ones(2, 5, dtype=torch.bfloat16) @ second.T) @ first.T
+        torch.testing.assert_close(grad, expected)
+        assert held([model.cast]) == 0
+        with torch.no_grad():
+            for master in model.masters[:2]:
+                master.mul_(-2)
+
+
+def test_a_failed_pass_gives_copies_up() -> None:
+    model = Weights()
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 7, dtype=torch.bfloat16))
+    assert model.cast._copies and held([model.cast]) == 0
