@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe.linear_maps import local
 from parallel.mesh import build_mesh
 from parallel.process_group import process_group
 from tests.e2e.runs import Bench
@@ -43,7 +44,7 @@ def step(config: Config, batch: Batch) -> tuple[StepResult, dict[str, torch.Tens
         mesh = build_mesh(config.parallel, device)
         model = build_model(config, mesh)
         result = train_step(model, build_optimizer(model, config.optim), [batch], mesh, config)
-        return result, {name: value.full_tensor() for name, value in model.named_parameters()}
+        return result, {name: local(value).detach().clone() for name, value in model.named_parameters()}
 
 
 @pytest.mark.parametrize("level", ["batch", "sequence"])
