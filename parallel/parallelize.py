@@ -36,6 +36,7 @@ def parallelize(
     tensor_plan: TensorPlan,
     compute_dtype: torch.dtype,
     max_tokens: int,
+    num_in_order: int,
     rule_of: Callable[[str], InitRule],
     seed: int,
     apply_precision: Callable[[nn.Module], object] | None = None,
@@ -47,6 +48,7 @@ def parallelize(
         tensor_plan: which weights tensor parallelism splits, and how.
         compute_dtype: dtype of forward and backward; parameters stay as they were built (fp32 masters).
         max_tokens: the most tokens of one pass on this rank, between attention and feed-forward maps.
+        num_in_order: so many of the first layers run in every forward pass, in order.
         rule_of: how each named parameter starts.
         apply_precision: gives maps of the model another precision than `compute_dtype`.
         no_room: why comms.backend=auto is not to take symm_mem for want of memory; empty: there is room.
@@ -62,6 +64,6 @@ def parallelize(
         if config.compile:
             apply_compile(block)
         layers[name] = apply_activation_checkpoint(block, config.activation_checkpoint)
-    apply_fsdp(model, list(layers.children()), mesh, compute_dtype, config.reshard_after_forward)
+    apply_fsdp(model, list(layers.children()), mesh, compute_dtype, config.reshard_after_forward, num_in_order)
     init_weights(model, rule_of, seed, mesh.device)
     return choice

@@ -36,6 +36,7 @@ def build_model(config: Config, mesh: Mesh) -> Transformer:
         tensor_plan=tensor_plan(config.model, mesh.config.tp),
         compute_dtype=compute,
         max_tokens=config.train.micro_batch_size * -(-config.train.seq_len // (mesh.config.cp * mesh.config.tp)),
+        num_in_order=config.model.num_layers,
         rule_of=lambda name: init_rule(name, config.model),
         seed=config.run.seed,
         apply_precision=lambda model: apply_precision(model, config.precision, mesh.device),
