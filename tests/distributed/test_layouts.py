@@ -243,7 +243,9 @@ def trace_compiled(name: str, parallel: ParallelConfig) -> Trace | None:
     """Graphs are captured and differentiated as always, then run by the operators themselves: no code generation."""
     with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
         trace = trace_on_rank_0(MODELS[name], replace(parallel, compile=True), {})
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 5
+    # Attention with its norms, the router, the experts' activation.
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] >= 3 and not counters["graph_break"], counters
     return trace
 
 

@@ -24,9 +24,7 @@ SEQ_LEN = 8
 # The dense block whole; of the other block what lies around the exchange, whose sizes the host has to learn.
 PARTS = [
     "Block.forward",
-    "RMSNorm.forward",
-    "LatentAttention.forward",
-    "RMSNorm.forward",
+    "Block.attend",
     "route",
     "weighted_activation",
     "FeedForward.forward",

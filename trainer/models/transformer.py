@@ -65,13 +65,20 @@ class Block(nn.Module):
         self, x_BSD: Tensor, plan: SequencePlan, balance: BalanceScale | None = None
     ) -> tuple[Tensor, MoEStats | None]:
         """-> (B, S, D) and the MoE layer's statistics (None from a dense block)."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), plan)
-        h_BSD = self.ffn_norm(x_BSD)
+        x_BSD, h_BSD = self.attend(x_BSD, plan)
         if self.moe is None:
             assert self.feed_forward is not None
             return x_BSD + self.feed_forward(h_BSD), None
         y_BSD, stats = self.moe(h_BSD, plan.token_mask_BS, balance)
         return x_BSD + y_BSD, stats
+
+    def attend(self, x_BSD: Tensor, plan: SequencePlan) -> tuple[Tensor, Tensor]:
+        """The states after attention, and what the feed-forward maps take of them: (B, S, D) each.
+
+        Replaced by its compiled twin where the run compiles and the block has experts.
+        """
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), plan)
+        return x_BSD, self.ffn_norm(x_BSD)
 
 
 class MultiTokenGlue(nn.Module):
