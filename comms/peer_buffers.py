@@ -8,7 +8,8 @@ in symmetric memory and flags of one word per (channel, rank):
 
     gather    sender:    wait for the receiver's credit; copy a piece, signal it; next piece; next receiver
               receiver:  wait for a piece's signal, multiply it; ... after the last read, give the credit
-    scatter   sender:    wait for the receiver's credit; multiply, signal; next piece; next receiver
+    scatter   sender:    wait for the receiver's credit (all of them, if parts lie elsewhere than last time);
+                         multiply, signal; next piece; next receiver
               receiver:  wait for a piece's signal, copy it; ... after the last copy, give the credit
 
 Copies need no thread blocks, and run on one stream of the group, one behind the other: where a gather and a scatter are
@@ -83,6 +84,8 @@ class Lane:
         self._allocate = allocate
         self._handle: Handle | None = None
         self._num_bytes, self._used = 0, False
+        # Of the last scatter: where in the buffer everyone's part was.
+        self.layout: object = None
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def reserve(self, num_bytes: int) -> None:
@@ -140,7 +143,7 @@ class Lane:
         self._used = True
 
     def signal_piece(self, to: int, number: int) -> None:
-        """Tell a peer that a piece of its is there."""
+        """Tell a peer that a piece for it is in its buffer, or in this one for it to pull."""
         self.handle.put_signal(to, number, self.timeout_ms)
 
     def wait_piece(self, source: int, number: int) -> None:
@@ -225,13 +228,17 @@ class _BufferOutbox:
         # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum.
         self.adds = lane.size == 2
         self.parts = like.new_empty(1 if self.adds else lane.size, *self.shape[1:])
-        # When a receiver has read what it was sent last time, and when pieces of the others' parts have come.
+        # When a receiver's part may be written to, and when pieces of the others' parts have come.
         self.free: dict[int, Moment] = {}
         self.arrived: list[Moment] = []
         with lane.on(lane.streams.signals, lane.now()):
             for rank in after(lane.rank, lane.size):
                 lane.take_credit(rank)
                 self.free[rank] = lane.now()
+            if lane.layout != (self.shape, self.dtype):
+                # Another part was where a rank's is now: whoever reads that must be through, too.
+                self.free = dict.fromkeys(self.free, lane.now())
+                lane.layout = self.shape, self.dtype
 
     def blocks(self) -> Iterator[slice]:
         for rank in (*after(self.lane.rank, self.lane.size), self.lane.rank):

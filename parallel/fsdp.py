@@ -82,7 +82,10 @@ def gather_beside_attention(model: nn.Module, blocks: list[nn.Module]) -> None:
 
 
 def has_whole_experts(mesh: Mesh) -> bool:
-    """Whether no other rank has a share, or a replica, of this rank's experts."""
+    """Whether FSDP has nobody to gather this rank's experts from, or to reduce their gradients over.
+
+    What ranks of etp share of them, biases, is summed elsewhere (parallel/tensor_parallel.py).
+    """
     return mesh.experts.size() == 1
 
 

@@ -8,7 +8,8 @@ Qwen3-30B-A3B with 8192 tokens). Here the cast is all that is left:
     backward   masters -> copies again; gradients are added to the masters' in fp32, and the copies given up
 
 Each weight has one copy for the whole run, whose memory comes and goes (as FSDP2 does it): what autograd keeps of the
-forward refers to it, also where a block is recomputed between the two.
+forward refers to it, also where a block is recomputed in backward, which then finds it there. A copy goes as soon as
+its gradient has left what needed it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +24,18 @@ from torch.distributed.tensor import DTensor
 from moe.experts import ExpertWeights
 from moe.linear_maps import local
 
+# Torch's number of the backward that is under way, where there is none.
+NO_BACKWARD = -1
+
+
+def _this_backward() -> int:
+    return torch._C._current_graph_task_id()  # pyright: ignore
+
 
 class CastWeights:
     """What GroupedExperts computes with instead of its parameters.
+
+    Gradients reach the masters' `grad` in `backward` alone: torch.autograd.grad finds no way to them, nor do hooks.
 
     Args:
         dtype: of the computation.
@@ -35,48 +45,60 @@ class CastWeights:
     def __init__(self, dtype: torch.dtype, give_up: bool) -> None:
         self.dtype, self.give_up = dtype, give_up
         self._copies: list[Tensor] = []
-        self._in_backward = False
+        # The last backward that has come here. One that failed leaves its number, and copies.
+        self._backward = NO_BACKWARD
 
     def __call__(self, compute: Callable[[ExpertWeights], Tensor], masters: Sequence[nn.Parameter | None]) -> Tensor:
         """`compute` with copies of the weights."""
         present = [master for master in masters if master is not None]
-        self._fill(present)
+        recomputes = _this_backward() != NO_BACKWARD
         try:
+            if recomputes:
+                self._before_backward(present)
+            else:
+                self._fill(present)
             used = iter([cast(Tensor, _Cast.apply(*pair)) for pair in zip(present, self._copies, strict=True)])
             out = compute(tuple(None if master is None else next(used) for master in masters))  # pyright: ignore
         finally:
-            # A recomputation comes in the middle of a backward that needs them.
-            if self.give_up and not self._in_backward:
+            if self.give_up and not recomputes:
                 self._give_up()
         if out.requires_grad:
             out.register_hook(lambda _: self._before_backward(present))
         return out
 
-    def _fill(self, masters: Sequence[nn.Parameter]) -> None:
+    def _fill(self, masters: Sequence[nn.Parameter], missing_only: bool = False) -> None:
         parts = [local(master.detach()) for master in masters]
         if not self._copies:
-            self._copies = [part.new_empty(part.shape, dtype=self.dtype) for part in parts]
+            # Tensors that were born without autograd could not be kept for it later.
+            with torch.inference_mode(False):
+                self._copies = [part.new_empty(part.shape, dtype=self.dtype) for part in parts]
+            self._give_up()
         for part, copy in zip(parts, self._copies, strict=True):
-            copy.untyped_storage().resize_(copy.numel() * copy.element_size())
-            # The same numbers as before, as far as autograd is concerned.
-            with torch.no_grad(), autograd_internals._unsafe_preserve_version_counter(copy):
-                copy.copy_(part)
+            if not (missing_only and copy.untyped_storage().nbytes()):
+                _cast(part, copy)
 
     def _before_backward(self, masters: Sequence[nn.Parameter]) -> None:
-        if not self._in_backward:
+        """Of this backward the first time: what is there may be of one that failed, before an update."""
+        is_new, self._backward = self._backward != _this_backward(), _this_backward()
+        if is_new:
             Variable._execution_engine.queue_callback(self._after_backward)
-        self._in_backward = True
-        if self.give_up:
-            self._fill(masters)
+        self._fill(masters, missing_only=not (is_new and self.give_up))
 
     def _after_backward(self) -> None:
-        self._in_backward = False
+        self._backward = NO_BACKWARD
         # Those that it did not come by.
         self._give_up()
 
     def _give_up(self) -> None:
         for copy in self._copies:
             _free(copy)
+
+
+def _cast(part: Tensor, copy: Tensor) -> None:
+    copy.untyped_storage().resize_(copy.numel() * copy.element_size())
+    # The same numbers as before, as far as autograd is concerned.
+    with torch.no_grad(), autograd_internals._unsafe_preserve_version_counter(copy):
+        copy.copy_(part)
 
 
 def _free(copy: Tensor) -> None:

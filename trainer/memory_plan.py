@@ -177,8 +177,8 @@ def _moments(
         # Added to what is there, or there already as autograd left them.
         added = block.whole if before or not casts else 0
         moments[f"reduction of block {layer}"] = parts | {
-            # A micro-batch's gradients are added to those before.
-            "gradients": before + block.kept * wide if before else reduced,
+            # A micro-batch's gradients are reduced by themselves, and then added to those before.
+            "gradients": before + (block.kept - block.whole) * wide if before else reduced,
             "gathered weights": parts["gathered weights"] - (apart - (0 if casts else block.whole)) * width,
             "unreduced gradients": apart * width + (apart - added) * wide,
             "activations": sum(kept[:layer]) + (kept_by_layer[layer].get("attention", 0) if block.apart else 0),

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moe.experts import GroupedExperts
-from parallel import fsdp
+from parallel import fsdp, whole_experts
 from parallel.config import ParallelConfig
 from parallel.mesh import Mesh, build_mesh
 from parallel.whole_experts import CastWeights
@@ -128,27 +128,113 @@ def test_only_experts_of_one_rank_alone_are_left_by_fsdp() -> None:
     assert run_workers(who_is_whole, 4, {"ep": 2, "dp_replicate": 2}, "bf16") == [(False, True)] * 4
 
 
+def held_during_backward(layout: dict[str, Any]) -> list[int]:
+    """Layers that have copies when the gradient of the first block's output is there: backward goes from the last."""
+    model, mesh = built("qwen3", layout)
+    casts, found = casts_of(model), []
+
+    def look(_module: nn.Module, _given: Any, out: Any) -> None:
+        out[0].register_hook(lambda _: found.append(sum(held([cast]) > 0 for cast in casts)))
+
+    model.get_submodule("layers.0").register_forward_hook(look)
+    loss_of(model, mesh, 0).backward()
+    return found
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_copies_go_layer_by_layer(reshards: bool) -> None:
+    """All layers but the first have had theirs."""
+    layout = {"ep": 2, "reshard_after_forward": reshards}
+    assert run_workers(held_during_backward, 2, layout) == [[0 if reshards else 1]] * 2
+
+
+def casts_in_a_step(mode: str) -> float:
+    """Casts of each weight in forward and backward."""
+    model, mesh = built("qwen3", {"ep": 2, "activation_checkpoint": mode})
+    with patch.object(whole_experts, "_cast", wraps=whole_experts._cast) as cast:
+        loss_of(model, mesh, 0).backward()
+    return cast.call_count / sum(len(of_layer._copies) for of_layer in casts_of(model))
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_weights_are_cast_once_forward_and_once_backward(mode: str) -> None:
+    assert run_workers(casts_in_a_step, 2, mode) == [2.0, 2.0]
+
+
+def failing_in_backward(x: Tensor) -> Tensor:
+    y = x.clone()
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("of this test")
+
+    if y.requires_grad:
+        y.register_hook(fail)
+    return y
+
+
 class Weights(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, give_up: bool = True) -> None:
         super().__init__()
-        self.cast = CastWeights(torch.bfloat16, give_up=True)
+        self.cast = CastWeights(torch.bfloat16, give_up)
         self.masters = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4, 5)), None, None]
+        self.between = torch.nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.cast(lambda weights: (x @ weights[0]) @ weights[1], self.masters)  # type: ignore
+        return self.cast(lambda weights: self.between(x @ weights[0]) @ weights[1], self.masters)  # type: ignore
 
+    def expected_grad(self) -> Tensor:
+        """Of a sum over the results, with respect to two rows."""
+        first, second, *_ = (None if master is None else master.detach().bfloat16() for master in self.masters)
+        return (torch.ones(2, 5, dtype=torch.bfloat16) @ second.T) @ first.T
 
-def test_a_backward_that_asks_for_no_weight_leaves_nothing_stale() -> None:
-    model, x = Weights(), torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
-    for _ in range(2):
-        (grad,) = torch.autograd.grad(model(x).sum(), [x])
-        first, second, *_ = (None if master is None else master.detach().bfloat16() for master in model.masters)
-        expected = (torch.ones(2, 5, dtype=torch.bfloat16) @ second.T) @ first.T
-        torch.testing.assert_close(grad, expected)
-        assert held([model.cast]) == 0
+    def update(self) -> None:
         with torch.no_grad():
-            for master in model.masters[:2]:
+            for master in self.masters[:2]:
                 master.mul_(-2)
+
+
+def two_rows() -> Tensor:
+    return torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
+
+
+@pytest.mark.parametrize("give_up", [True, False])
+def test_a_backward_that_asks_for_no_weight_leaves_nothing_stale(give_up: bool) -> None:
+    model, x = Weights(give_up), two_rows()
+    for _ in range(3):
+        (grad,) = torch.autograd.grad(model(x).sum(), [x])
+        torch.testing.assert_close(grad, model.expected_grad())
+        assert held([model.cast]) == 0
+        model.update()
+
+
+@pytest.mark.parametrize("give_up", [True, False])
+def test_two_passes_may_be_open_and_one_may_be_used_twice(give_up: bool) -> None:
+    model, first, second = Weights(give_up), two_rows(), two_rows()
+    sums = model(first).sum(), model(second).sum()
+    for row, total in zip((first, second), sums, strict=True):
+        total.backward(retain_graph=True)
+        torch.testing.assert_close(row.grad, model.expected_grad())
+    sums[0].backward()
+    torch.testing.assert_close(first.grad, 2 * model.expected_grad())
+    assert held([model.cast]) == 0
+
+
+@pytest.mark.parametrize("give_up", [True, False])
+def test_after_a_backward_that_failed_everything_is_as_after_any_other(give_up: bool) -> None:
+    model, x = Weights(give_up), two_rows()
+    model.between.forward = failing_in_backward
+    with pytest.raises(RuntimeError, match="of this test"):
+        model(x).sum().backward()
+    del model.between.forward
+    model.update()
+    with torch.no_grad():
+        model(x)
+    assert (held([model.cast]) == 0) is give_up
+    for master in model.masters[:2]:
+        master.grad = None
+    model(x).sum().backward()
+    torch.testing.assert_close(x.grad, model.expected_grad())
+    assert held([model.cast]) == 0
 
 
 def test_a_failed_pass_gives_copies_up() -> None:
@@ -156,3 +242,11 @@ def test_a_failed_pass_gives_copies_up() -> None:
     with pytest.raises(RuntimeError):
         model(torch.randn(2, 7, dtype=torch.bfloat16))
     assert model.cast._copies and held([model.cast]) == 0
+
+
+def test_training_may_come_after_inference() -> None:
+    model, x = Weights(), two_rows()
+    with torch.inference_mode():
+        model(x)
+    model(x).sum().backward()
+    torch.testing.assert_close(x.grad, model.expected_grad())

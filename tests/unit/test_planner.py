@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from comms.symmetric_memory import exchanges
+from trainer.activations import Load
 from trainer.compose import compose
 from trainer.config import Config
-from trainer.memory_plan import AUTO_MARGIN, MemoryPlan, no_room, plan_memory
+from trainer.layout import fit_layout
+from trainer.memory_plan import AUTO_MARGIN, MemoryPlan, Share, _moments, no_room, plan_memory
+from trainer.meta_model import DTYPES
 from trainer.planner import GIB, MEANINGS, describe, describe_memory, main, savings, settle_backend, table, warn
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -111,6 +114,27 @@ def test_experts_of_one_rank_alone_are_gathered_and_reduced_by_nobody() -> None:
     experts = 64 * 3 * 2048 * 768
     assert shared.at_most["gathered weights"] - alone.at_most["gathered weights"] == 2 * 4 * experts
     assert alone.gradients > shared.gradients
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(("recipe", "casts"), [("bf16", True), ("fp32", False)])
+def test_a_block_whose_experts_one_rank_has_alone(recipe: str, casts: bool, accumulates: bool) -> None:
+    """By moment: 10 numbers of attention of which a rank keeps 5, and 100 of experts; the block before is the same."""
+    config = compose(["experiment=qwen3_30b_a3b_bench", "parallel.ep=2", f"precision={recipe}"])
+    compute = DTYPES[recipe][1]
+    load, block = Load(config, fit_layout(config, 2), compute), Share(105, 110, apart=100, whole=100)
+    moments = _moments(load, Share(0, 0), [block, block], [{}, {}], [0, 0], accumulates)
+    width, wide, everything = compute.itemsize, 4, 2 * 105 * 4
+    backward, reduction = moments["backward of block 1"], moments["reduction of block 1"]
+    # Attention's of this block and of the one that is gathered ahead; experts' of this block, if they are cast.
+    assert backward["gathered weights"] == (20 + (100 if casts else 0)) * width
+    assert reduction["gathered weights"] == 20 * width
+    assert backward["unreduced gradients"] == 110 * width
+    # As autograd left them; cast to fp32, unless they are that, or are added to those of passes before.
+    cast = 100 * wide if casts and not accumulates else 0
+    assert reduction["unreduced gradients"] == 100 * width + cast
+    # Attention's of a later pass are reduced by themselves, and then added.
+    assert reduction["gradients"] == (everything + 5 * wide if accumulates else 0)
 
 
 def test_further_tokens_take_blocks_heads_and_what_joins_them() -> None:
