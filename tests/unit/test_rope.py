@@ -1,10 +1,13 @@
 """RoPE tables against transformers bit for bit, and what a rotation must keep."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from tests.distributed.tiny_models import MODELS
+from trainer.models import attention, transformer
 from trainer.models.config import RopeConfig
 from trainer.models.rope import apply_rotary, inverse_frequencies, rotary_tables, softmax_scale, table_scale
 
@@ -111,3 +114,19 @@ def test_dtype_is_kept_and_half_precision_rounds_once(dtype):
     assert torch.equal(
         actual, apply_rotary(x.double(), *(t.double() for t in tables), interleaved=False).to(dtype)
     ) or (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek", "gpt_oss", "llama4", "multi_token"])
+def test_tables_are_worked_out_once_and_are_those_that_each_layer_would_work_out(name: str) -> None:
+    config = MODELS[name]
+    torch.manual_seed(0)
+    model = transformer.Transformer(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    tokens_BS, documents_BS = torch.arange(12).view(2, 6) % 7, torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 2, 2, 2, 2]])
+    with patch.object(attention, "rotary_tables", side_effect=AssertionError("worked out by a layer")):
+        ours = model(tokens_BS, document_ids_BS=documents_BS).logits_BSV
+    with patch.object(transformer, "rotary_tables", lambda *_: None):
+        theirs = model(tokens_BS, document_ids_BS=documents_BS).logits_BSV
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, model(tokens_BS).logits_BSV)

@@ -57,6 +57,11 @@ def layer_chunk(config: AttentionConfig, layer: int) -> int:
     return config.chunk_size if has_rope(config, layer) else 0
 
 
+def rotary_dim(config: AttentionConfig) -> int:
+    """How many numbers of a head are turned by its position."""
+    return config.qk_rope_head_dim if config.kind == "mla" else config.head_dim
+
+
 class GroupedQueryAttention(nn.Module):
     """H query heads that share G heads of keys and values; optional qk-norm, biases, sinks, window and chunks."""
 
@@ -87,7 +92,7 @@ class GroupedQueryAttention(nn.Module):
         q_BSHC, k_BSGC = self._heads(q, self.q_norm), self._heads(k, self.k_norm)
         v_BSGC = v.unflatten(-1, (-1, self.head_dim))
         if self.rope is not None:
-            cos, sin = rotary_tables(plan.positions_BS, self.head_dim, self.rope)
+            cos, sin = plan.rotary or rotary_tables(plan.positions_BS, self.head_dim, self.rope)
             q_BSHC = self._turn(q_BSHC, cos, sin, self.rope)
             k_BSGC = self._turn(k_BSGC, cos, sin, self.rope)
         elif self.temperature[0]:
@@ -154,7 +159,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, plan: SequencePlan) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
-        cos, sin = rotary_tables(plan.positions_BS, self.rope_dim, self.rope)
+        cos, sin = plan.rotary or rotary_tables(plan.positions_BS, self.rope_dim, self.rope)
         q_BSHC = self._queries(x_BSD).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         q_BSHN, q_BSHR = q_BSHC.split([self.nope_dim, self.rope_dim], dim=-1)
         latent_BSL, k_BSR = self.wkv_a(x_BSD).split([self.kv_rank, self.rope_dim], dim=-1)

@@ -64,6 +64,8 @@ class SequencePlan(NamedTuple):
     max_documents: int | None = None
     chunk_max_documents: int | None = None
     """A ring: bounds on the documents, and chunks, of the batch; None where nobody knows any."""
+    rotary: tuple[Tensor, Tensor] | None = None
+    """cos and sin that all layers turn heads by (trainer/models/rope.py); None: each layer works them out."""
 
 
 def choose_backend(config: AttentionConfig, device: torch.device, dtype: torch.dtype, *, documents: bool) -> str:

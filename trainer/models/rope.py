@@ -6,10 +6,11 @@ more than `beta_fast` times within the original length keep f_i, pairs that turn
 f_i / factor, a linear ramp lies between; the tables are scaled by an attention temperature. Llama 3's scaling
 (arXiv:2407.21783; Llama 4 too) has a ramp that is linear in the number of turns, and no temperature.
 
-Tables are computed from the positions whenever they are needed: there is no buffer to materialise, to shard or to
-save, and under torch.compile they are fused into their use. They are fp32 whatever the model's dtype: the published
-weights were trained with fp32 tables, so that is what equals the references bit for bit. The rotation itself runs in
-fp32 for half-precision inputs, in fp64 for fp64.
+Tables are computed from the positions, once for all layers of a forward pass: there is no buffer to materialise, to
+shard or to save. (Fused into their use by torch.compile, a cosine for every number of every head took ten times as long
+as the memory's traffic, on an H200.) They are fp32 whatever the model's dtype: the published weights were trained with
+fp32 tables, so that is what equals the references bit for bit. The rotation itself runs in fp32 for half-precision
+inputs, in fp64 for fp64.
 
 Shapes: B batch, S sequence, H heads, D head dim, R = D / 2 pairs.
 """

@@ -27,10 +27,11 @@ from parallel.async_tp import AsyncChoice
 from parallel.init import InitRule
 from parallel.tensor_parallel import TensorPlan
 from trainer.loss import linear_cross_entropy
-from trainer.models.attention import build_attention
+from trainer.models.attention import build_attention, rotary_dim
 from trainer.models.config import ModelConfig
 from trainer.models.inner_attention import SequencePlan, plan_sequences
 from trainer.models.multi_token import ahead, labels_ahead, same_document_ahead
+from trainer.models.rope import rotary_tables
 
 
 class ModelOutput(NamedTuple):
@@ -199,6 +200,9 @@ class Transformer(nn.Module):
             max_documents=max_documents,
             sequence=self.sequence,
         )
+        # Once for all layers and heads: compilers would fuse the cosines into every use.
+        tables = rotary_tables(plan.positions_BS, rotary_dim(self.config.attention), self.config.rope)
+        plan = plan._replace(rotary=tables)
         layer_stats: list[MoEStats] = []
         for block in list(self.layers.values())[: self.config.num_layers]:
             x_BSD, stats = block(x_BSD, plan, balance)
