@@ -142,7 +142,7 @@ def global_counts(batches: Sequence[Batch], mesh: Mesh) -> tuple[Tensor, Tensor]
     """Valid labels and real tokens of the global batch, over all batch ranks and accumulation steps."""
     valid = torch.stack([count_valid(batch.labels_BS) for batch in batches]).sum()
     tokens = torch.stack([(batch.document_ids_BS >= 0).sum() for batch in batches]).sum()
-    counts = torch.stack([valid, tokens]).to(mesh.device)
+    counts = _without_waiting(torch.stack([valid, tokens]), mesh.device)
     sum_over(counts, mesh.batch_group)
     return counts[0], counts[1]
 
@@ -156,9 +156,14 @@ def global_further_counts(batches: Sequence[Batch], mesh: Mesh, config: Config) 
         ids_BS = batch.document_ids_BS if config.data.document_mask else None
         for depth in range(len(counts_M)):
             counts_M[depth] += count_valid(labels_ahead(batch.labels_BS, ids_BS, depth + 1))
-    counts_M = counts_M.to(mesh.device)
+    counts_M = _without_waiting(counts_M, mesh.device)
     sum_over(counts_M, mesh.batch_group)
     return counts_M
+
+
+def _without_waiting(counts: Tensor, device: torch.device) -> Tensor:
+    """On the device. From pageable memory the host would wait there until the update of the step before is done."""
+    return (counts.pin_memory() if device.type == "cuda" else counts).to(device, non_blocking=True)
 
 
 def _further_loss(output: ModelOutput, num_further_M: Tensor | None) -> Tensor:

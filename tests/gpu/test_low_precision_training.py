@@ -1,16 +1,13 @@
 """Training by a recipe of low precision on a GPU is near training in bf16, and is not that: its own kernels ran."""
 
-from collections.abc import Generator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from parallel.config import ParallelConfig
-from parallel.process_group import process_group
 from tests.gpu.test_train_gpu import tiny_model
 from trainer.parity import Trace, relative_error, trace_layout
-from trainer.worker_pool import free_port
 
 pytestmark = pytest.mark.gpu
 
@@ -24,17 +21,6 @@ KERNELS = {"fp8_blockwise": "fp8_kernel", "mxfp8": "_gathered_kernel"}
 MOST = 0.2
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Generator[torch.device]:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("these recipes have kernels for SM90 alone; other cards refuse them or use torch's")
-    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**names, "MASTER_PORT": str(free_port())}.items():
-        monkeypatch.setenv(name, value)
-    with process_group(timeout_seconds=60) as device:
-        yield device
-
-
 def traced(recipe: str, device: torch.device) -> tuple[Trace, set[str]]:
     """What it computed, and the names of the kernels that did."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -44,9 +30,11 @@ def traced(recipe: str, device: torch.device) -> tuple[Trace, set[str]]:
 
 
 @pytest.mark.parametrize("recipe", list(KERNELS))
-def test_every_gradient_is_another_than_that_of_bf16_and_near(device: torch.device, recipe: str) -> None:
-    plain, kernels_of_bf16 = traced("bf16", device)
-    ours, kernels = traced(recipe, device)
+def test_every_gradient_is_another_than_that_of_bf16_and_near(world_of_one: torch.device, recipe: str) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("these recipes have kernels for SM90 alone; other cards refuse them or use torch's")
+    plain, kernels_of_bf16 = traced("bf16", world_of_one)
+    ours, kernels = traced(recipe, world_of_one)
     own = sorted(kernel for kernel in kernels - kernels_of_bf16 if KERNELS[recipe] in kernel)
     assert own, sorted(kernels - kernels_of_bf16)
     errors = {name: relative_error(ours.gradients[name], gradient) for name, gradient in plain.gradients.items()}
