@@ -24,10 +24,7 @@ def test_the_host_waits_for_nothing(world_of_one: torch.device) -> None:
     optimizer = build_optimizer(model, config.optim)
     for step in range(3):
         # As the trainer's loader leaves them.
-        batches = [
-            Batch(*(tensor.pin_memory() for tensor in batch.tensors()))
-            for batch in synthetic_batches(config, mesh, step)
-        ]
+        batches = [batch.pin_memory() for batch in synthetic_batches(config, mesh, step)]
         if step == 2:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
