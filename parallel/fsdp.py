@@ -32,11 +32,11 @@ def apply_fsdp(
 ) -> None:
     """Shard each block, then what is left (embedding, final norm, head) with the root.
 
-    Args:
-        num_in_order: so many of the first blocks run in every forward pass, in order.
-
     Parameters keep their own dtype as masters; forward and backward see `compute_dtype`; gradients are reduced in fp32
     (fp64 when computing in fp64).
+
+    Args:
+        num_in_order: so many of the first blocks run in every forward pass, in order.
     """
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     # Inputs are not cast: routing weights and losses must stay fp32.
@@ -65,7 +65,7 @@ def gather_beside_attention(model: nn.Module, blocks: list[nn.Module]) -> None:
 
     By itself FSDP gathers what comes next as soon as the host is there, whatever the device is at. NCCL's programs then
     hold multiprocessors until the last rank has come, and the experts' kernels, of one program for each, take twice as
-    long beside them (on four H200 an eighth of a forward pass). Attention's kernels do not mind.
+    long beside them (on four H200 a fifth of a forward pass). Attention's kernels do not mind.
 
     Args:
         blocks: what every forward pass runs, in order: what is gathered and not used would be old by the next one.
