@@ -38,8 +38,11 @@ from moe.experts import GroupedExperts
 MODES = ("none", "selective", "full")
 
 
-def apply_activation_checkpoint(block: nn.Module, mode: str) -> nn.Module:
+def apply_activation_checkpoint(block: nn.Module, mode: str, compiled: bool = False) -> nn.Module:
     """Wrap a block so that its forward is recomputed in backward, as `mode` says.
+
+    Args:
+        compiled: the block's parts are compiled.
 
     Raises:
         ValueError: for an unknown mode.
@@ -52,7 +55,7 @@ def apply_activation_checkpoint(block: nn.Module, mode: str) -> nn.Module:
         if isinstance(module, GroupedExperts):
             # They are kept whole, so what they are to compute again they leave out themselves.
             module.keeps_hidden = False
-    return checkpoint_wrapper(block, context_fn=partial(_contexts, mode), preserve_rng_state=False)
+    return checkpoint_wrapper(block, context_fn=partial(_contexts, mode, compiled), preserve_rng_state=False)
 
 
 def exchange_operators() -> set[Any]:
@@ -73,6 +76,12 @@ def exchange_operators() -> set[Any]:
     }
 
 
+def operators_in_graphs() -> set[Any]:
+    """Those of `exchange_operators` that run in compiled parts: routing, and what ranks that share a sequence sum."""
+    ops = torch.ops.sluicegate
+    return {ops.sum_over_ranks.default, ops.gather_over_ranks.default, ops.keep_choice.default}
+
+
 def product_operators() -> set[Any]:
     """Matrix products, and those with a transfer in them."""
     ops = torch.ops
@@ -91,17 +100,21 @@ def attention_operators() -> set[Any]:
     return found
 
 
-def _contexts(mode: str) -> tuple["_Keep", "_Replay"]:
+def _contexts(mode: str, compiled: bool) -> tuple["_Keep", "_Replay"]:
     kept: dict[tuple[Any, int], Any] = {}
-    return _Keep(kept, mode), _Replay(kept)
+    return _Keep(kept, mode, compiled), _Replay(kept)
 
 
 class _Keep(TorchDispatchMode):
-    """Remember the results of the chosen operators, by operator and by how often it has run."""
+    """Remember the results of the chosen operators, by operator and by how often it has run.
 
-    def __init__(self, kept: dict[tuple[Any, int], Any], mode: str) -> None:
+    Of what may run in compiled parts a copy: what the compiler makes of the rest of a graph works in results that the
+    graph does not need any more.
+    """
+
+    def __init__(self, kept: dict[tuple[Any, int], Any], mode: str, compiled: bool) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept, self.compiled, self.not_compiled = kept, compiled, exchange_operators() - operators_in_graphs()
         self.always = exchange_operators() | (attention_operators() if mode == "selective" else set())
         self.every_second = product_operators() if mode == "selective" else set()
         self.runs: Counter[Any] = Counter()
@@ -115,7 +128,8 @@ class _Keep(TorchDispatchMode):
         run = self.runs[func]
         self.runs[func] += 1
         if func in self.always or (func in self.every_second and run % 2 == 0):
-            self.kept[func, run] = tree_map(_detached, result)
+            copies = self.compiled and func not in self.not_compiled
+            self.kept[func, run] = tree_map(_copied if copies else _detached, result)
         return result
 
 
@@ -142,3 +156,7 @@ class _Replay(TorchDispatchMode):
 def _detached(value: Any) -> Any:
     # The forward's own tensor gets a graph attached once it leaves the operator; what is kept must not.
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

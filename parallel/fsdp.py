@@ -36,7 +36,7 @@ def apply_fsdp(
     (fp64 when computing in fp64).
 
     Args:
-        num_in_order: so many of the first blocks run in every forward pass, in order.
+        num_in_order: so many of the first blocks run in every forward pass; the others all or not at all. In order.
     """
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     # Inputs are not cast: routing weights and losses must stay fp32.
@@ -57,22 +57,26 @@ def apply_fsdp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
-    gather_beside_attention(model, blocks[:num_in_order])
+    gather_beside_attention(model, blocks, num_in_order)
 
 
-def gather_beside_attention(model: nn.Module, blocks: list[nn.Module]) -> None:
+def gather_beside_attention(model: nn.Module, blocks: list[nn.Module], num_in_order: int) -> None:
     """Gather a block's experts and the next block's weights from where the block begins on the device.
 
     By itself FSDP gathers what comes next as soon as the host is there, whatever the device is at. NCCL's programs then
     hold multiprocessors until the last rank has come, and the experts' kernels, of one program for each, take twice as
     long beside them (on four H200 a fifth of a forward pass). Attention's kernels do not mind.
 
+    What is gathered and not used would be old by the next pass. Whoever goes on after a pass that failed calls
+    model.reset_iter_state() first.
+
     Args:
-        blocks: what every forward pass runs, in order: what is gathered and not used would be old by the next one.
+        num_in_order: so many of the first blocks run in every forward pass; the others all or not at all. In order.
     """
     for number, module in enumerate((model, *blocks)):
         inside = module.modules() if number else ()
-        gathered = [child for child in (*inside, *blocks[number : number + 1]) if child is not module]
+        following = () if number == num_in_order else blocks[number : number + 1]
+        gathered = [child for child in (*inside, *following) if child is not module]
         ahead: list[FSDPModule] = [child for child in gathered if isinstance(child, FSDPModule)]
         cast(FSDPModule, module).set_modules_to_forward_prefetch(ahead)
     for module in model.modules():

@@ -63,7 +63,7 @@ def parallelize(
     for name, block in list(layers.named_children()):
         if config.compile:
             apply_compile(block)
-        layers[name] = apply_activation_checkpoint(block, config.activation_checkpoint)
+        layers[name] = apply_activation_checkpoint(block, config.activation_checkpoint, config.compile)
     apply_fsdp(model, list(layers.children()), mesh, compute_dtype, config.reshard_after_forward, num_in_order)
     init_weights(model, rule_of, seed, mesh.device)
     return choice
