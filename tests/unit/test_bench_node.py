@@ -118,12 +118,20 @@ def ahead(name: str, code: str, seconds: float = 60) -> Part:
     return one._replace(steps=[[one.steps[0][0]._replace(waits=True)]])
 
 
-def alive(pids: list[int]) -> list[int]:
-    """Those that still run; one that has ended may not have been collected yet."""
-    stats = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
-    return [
-        pid for pid, stat in stats.items() if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    ]
+def alive(pids: list[int], seconds: float = 10) -> list[int]:
+    """Those that still run after so long: who was killed ends when the system comes to it, under load not at once."""
+    end = time.monotonic() + seconds
+    while (running := [pid for pid in pids if _runs(pid)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    return running
+
+
+def _runs(pid: int) -> bool:
+    """One that has ended may not have been collected yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def pids_in(file: Path) -> list[int]:
@@ -182,7 +190,7 @@ def test_a_stop_ends_the_programs_of_this_part_and_of_the_next(tmp_path: Path, n
             time.sleep(0.05)
         pids = [pid for file in files for pid in pids_in(file)]
         # Of the first part only the child, which it ends, may have ended.
-        assert len(alive(pids)) >= 3
+        assert len(alive(pids, seconds=0)) >= 3
         program.send_signal(number)
         assert program.wait(60) == expected, program.stderr
     assert not alive(pids)
@@ -398,8 +406,9 @@ def test_problems_of_a_node() -> None:
 
 
 def parts_for(nproc: int) -> list[str]:
-    """All of two; of eight those that do more than the same with more ranks: rounds of pairs, and EP beside TP."""
-    return list(plan(nproc)) if nproc == 2 else ["health", "ep", "ep x tp"]
+    """Of two all but weak scaling, which trains once more (tests above); of eight those that do more than the same with
+    more ranks: rounds of pairs, and EP beside TP."""
+    return [name for name in plan(nproc) if name != "weak scaling"] if nproc == 2 else ["health", "ep", "ep x tp"]
 
 
 @pytest.mark.slow
