@@ -111,9 +111,8 @@ class GroupedExperts(nn.Module):
         given = rows_RD, ids_RK, weights_RK, num_pairs, exact, through
         if self.cast is not None:
             return self.cast(lambda weights: self.compute(weights, *given), parameters)
-        w_gate_up, w_down, *biases = (None if parameter is None else local(parameter) for parameter in parameters)
-        assert w_gate_up is not None and w_down is not None
-        return self.compute((w_gate_up, w_down, biases[0], biases[1]), *given)
+        weights = tuple(None if parameter is None else local(parameter) for parameter in parameters)
+        return self.compute(cast(ExpertWeights, weights), *given)
 
     def compute(
         self,

@@ -114,9 +114,11 @@ class _Keep(TorchDispatchMode):
 
     def __init__(self, kept: dict[tuple[Any, int], Any], mode: str, compiled: bool) -> None:
         super().__init__()
-        self.kept, self.compiled, self.not_compiled = kept, compiled, exchange_operators() - operators_in_graphs()
+        self.kept = kept
         self.always = exchange_operators() | (attention_operators() if mode == "selective" else set())
         self.every_second = product_operators() if mode == "selective" else set()
+        in_graphs = operators_in_graphs() | (self.always | self.every_second) - exchange_operators()
+        self.copied = in_graphs if compiled else set[Any]()
         self.runs: Counter[Any] = Counter()
 
     @classmethod
@@ -128,8 +130,7 @@ class _Keep(TorchDispatchMode):
         run = self.runs[func]
         self.runs[func] += 1
         if func in self.always or (func in self.every_second and run % 2 == 0):
-            copies = self.compiled and func not in self.not_compiled
-            self.kept[func, run] = tree_map(_copied if copies else _detached, result)
+            self.kept[func, run] = tree_map(_copied if func in self.copied else _detached, result)
         return result
 
 
@@ -159,4 +160,4 @@ def _detached(value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return _detached(value).clone() if isinstance(value, Tensor) else value

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe.recipes import resolve_recipe
 from parallel.config import ParallelConfig
 from tests.gpu.test_train_gpu import tiny_model
 from trainer.parity import Trace, relative_error, trace_layout
@@ -14,8 +15,9 @@ pytestmark = pytest.mark.gpu
 # Of whole blocks: 128 x 128 in fp8_blockwise. Experts by position, or rounding would move tokens to others.
 PLAIN = tiny_model(force_balance=True)
 MODEL = replace(PLAIN, dim=256, ffn_dim=512, moe=replace(PLAIN.moe, expert_dim=256, shared_expert_dim=256))
-# What only the recipe launches on SM90: the product itself, or what quantizes for exact products, by name.
+# What only the recipe launches, the product itself or what quantizes for it, and the cards that it runs on.
 KERNELS = {"fp8_blockwise": "fp8_kernel", "mxfp8": "_gathered_kernel"}
+RUNS_ON = {"fp8_blockwise": {9}, "mxfp8": {9, 10}}
 # Two products of 14 are by the recipe, each off by 3.8 %; on CPUs 8 % are seen (tests/distributed/test_precision.py). A
 # part that is missing or doubled shows as 50 % and more.
 MOST = 0.2
@@ -31,8 +33,11 @@ def traced(recipe: str, device: torch.device) -> tuple[Trace, set[str]]:
 
 @pytest.mark.parametrize("recipe", list(KERNELS))
 def test_every_gradient_is_another_than_that_of_bf16_and_near(world_of_one: torch.device, recipe: str) -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("these recipes have kernels for SM90 alone; other cards refuse them or use torch's")
+    """Where the card cannot run it, it says so."""
+    if torch.cuda.get_device_capability()[0] not in RUNS_ON[recipe]:
+        with pytest.raises(ValueError, match=f"{recipe} cannot run on"):
+            resolve_recipe(recipe, world_of_one)
+        return
     plain, kernels_of_bf16 = traced("bf16", world_of_one)
     ours, kernels = traced(recipe, world_of_one)
     own = sorted(kernel for kernel in kernels - kernels_of_bf16 if KERNELS[recipe] in kernel)
