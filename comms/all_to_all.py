@@ -61,16 +61,13 @@ class DispatchPlan:
     recv_counts: list[int]
     # Items that the received rows feed on this rank, in total.
     num_items: int
+    # Whether the host knows that number, and not only a bound.
+    is_exact: bool = True
 
     @property
     def num_rows(self) -> int:
         """Rows received, R."""
         return sum(self.recv_counts)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the host knows the numbers of rows and items, not only bounds."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -110,15 +107,22 @@ def items_by_rank(ids_TK: Tensor, num_ranks: int, ids_per_rank: int) -> Tensor:
 
 
 @overload
-def plan_dispatch(items_TN: Tensor, group: NodeGroups, num_items: int | None = None) -> NodePlan: ...
+def plan_dispatch(
+    items_TN: Tensor, group: NodeGroups, num_items: int | None = None, is_exact: bool = True
+) -> NodePlan: ...
 
 
 @overload
-def plan_dispatch(items_TN: Tensor, group: dist.ProcessGroup | None, num_items: int | None = None) -> DispatchPlan: ...
+def plan_dispatch(
+    items_TN: Tensor, group: dist.ProcessGroup | None, num_items: int | None = None, is_exact: bool = True
+) -> DispatchPlan: ...
 
 
 def plan_dispatch(
-    items_TN: Tensor, group: dist.ProcessGroup | NodeGroups | None, num_items: int | None = None
+    items_TN: Tensor,
+    group: dist.ProcessGroup | NodeGroups | None,
+    num_items: int | None = None,
+    is_exact: bool = True,
 ) -> DispatchPlan | NodePlan:
     """Plan the exchange of this rank's T tokens.
 
@@ -126,11 +130,12 @@ def plan_dispatch(
         items_TN: integer; how many items of rank n token t feeds. A token is sent to n if and only if this is positive.
         group: the ranks that exchange, or their two levels; None or a group of one means that every row stays where it
             is.
-        num_items: their total, where one rank knows it beforehand: that spares the device a question.
+        num_items: their total, where one rank knows it beforehand, or, not `is_exact`, a bound on it: that spares the
+            device a question, for which the host would wait. Of no use to several ranks, who ask each other.
     """
     if isinstance(group, NodeGroups):
         return _plan_over_nodes(items_TN, group)
-    return _plan_one_level(items_TN, group, num_items)
+    return _plan_one_level(items_TN, group, num_items, is_exact)
 
 
 def _plan_over_nodes(items_TN: Tensor, groups: NodeGroups) -> NodePlan:
@@ -144,12 +149,15 @@ def _plan_over_nodes(items_TN: Tensor, groups: NodeGroups) -> NodePlan:
     return NodePlan(across, _plan_one_level(items_RL, groups.inside))
 
 
-def _plan_one_level(items_TN: Tensor, group: dist.ProcessGroup | None, num_items: int | None = None) -> DispatchPlan:
+def _plan_one_level(
+    items_TN: Tensor, group: dist.ProcessGroup | None, num_items: int | None = None, is_exact: bool = True
+) -> DispatchPlan:
     num_tokens, num_ranks = items_TN.shape
     if group is None or num_ranks == 1:
         tokens = torch.arange(num_tokens, device=items_TN.device)
         total = int(items_TN.sum()) if num_items is None else num_items
-        return DispatchPlan("", num_tokens, tokens, tokens[:, None], [num_tokens], [num_tokens], total)
+        exact = num_items is None or is_exact
+        return DispatchPlan("", num_tokens, tokens, tokens[:, None], [num_tokens], [num_tokens], total, exact)
     assert num_ranks == group.size(), (num_ranks, group.size())
     is_sent_TN = items_TN > 0
     send_N2 = torch.stack([is_sent_TN.sum(0), items_TN.sum(0)], dim=1)

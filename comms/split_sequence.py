@@ -70,17 +70,17 @@ class SplitSequence:
     def attention_part(self, whole_BSX: Tensor) -> Tensor:
         """(B, S, ...) -> (B, C, ...): the tokens whose queries this rank's heads work on, those of all its tp ranks."""
         first = self.rank // self.tp * self.tp
-        return self._take(whole_BSX, slice(first, first + self.tp))
+        return self._take(whole_BSX, first, first + self.tp)
 
     def part(self, whole_BSX: Tensor) -> Tensor:
         """(B, S, ...) -> (B, L, ...): this rank's own tokens."""
-        return self._take(whole_BSX, slice(self.rank, self.rank + 1))
+        return self._take(whole_BSX, self.rank, self.rank + 1)
 
     def whole(self, part_BLX: Tensor) -> Tensor:
         """(B, L, ...) on every rank -> (B, S, ...) in order. No gradient flows through it."""
         parts_NBLX = gather_over_ranks(part_BLX.detach(), self.group_name, self.num_parts)
         length = part_BLX.shape[1] * self.num_parts
-        order_S = token_table(length, self.ring, self.ulysses, self.tp).flatten().argsort().to(part_BLX.device)
+        order_S = _order_of_all(length, self.ring, self.ulysses, self.tp, part_BLX.device)
         return parts_NBLX.transpose(0, 1).flatten(1, 2).index_select(1, order_S)
 
     def whole_from_attention(self, part_BCX: Tensor) -> Tensor:
@@ -92,6 +92,23 @@ class SplitSequence:
         """Sum of a small tensor over the ranks that share a sequence; no gradient."""
         return sum_over_ranks(values, self.group_name)
 
-    def _take(self, whole_BSX: Tensor, ranks: slice) -> Tensor:
-        table = token_table(whole_BSX.shape[1], self.ring, self.ulysses, self.tp)
-        return whole_BSX.index_select(1, table[ranks].flatten().to(whole_BSX.device))
+    def _take(self, whole_BSX: Tensor, first: int, end: int) -> Tensor:
+        """The tokens of some ranks."""
+        place = whole_BSX.shape[1], self.ring, self.ulysses, self.tp
+        return whole_BSX.index_select(1, _tokens_of(*place, first, end, whole_BSX.device))
+
+
+# Both are kept where they are used: a copy from the host's memory would make it wait for all that the device has to do.
+
+
+@functools.lru_cache(maxsize=64)
+def _tokens_of(seq_len: int, ring: int, ulysses: int, tp: int, first: int, end: int, device: torch.device) -> Tensor:
+    # An evaluation may be the first that asks.
+    with torch.inference_mode(False):
+        return token_table(seq_len, ring, ulysses, tp)[first:end].flatten().to(device)
+
+
+@functools.lru_cache(maxsize=16)
+def _order_of_all(seq_len: int, ring: int, ulysses: int, tp: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return token_table(seq_len, ring, ulysses, tp).flatten().argsort().to(device)

@@ -194,8 +194,9 @@ class MoE(nn.Module):
             return plan_exchange(ids_TK, self.experts_per_rank, self.exchange, self.number, room, self.chunks)
         items_TN = items_by_rank(ids_TK, self.num_ranks, self.experts_per_rank)
         every_id_used = self.config.capacity_factor is None and mask_T is None
-        num_items = ids_TK.numel() if every_id_used else None
-        return plan_dispatch(items_TN, self.nodes or self.ep_group, num_items)
+        # One GPU with padding or a capacity makes room for all ids: to ask how many are left, the host would wait.
+        num_items = ids_TK.numel() if every_id_used or ids_TK.is_cuda else None
+        return plan_dispatch(items_TN, self.nodes or self.ep_group, num_items, every_id_used)
 
     def way_through(self, plan: Plan, x_TD: Tensor) -> Through | None:
         """How rows travel while experts compute; None where steps 3 to 5 are taken one by one."""

@@ -25,10 +25,15 @@ def apply_compile(block: Any) -> None:
     # As few parts as can be: entering each costs the host some 0.2 ms.
     block.attend = torch.compile(block.attend)
     for layer in layers:
-        layer.route = torch.compile(layer.route)
-        layer.experts.activation = torch.compile(layer.experts.activation, dynamic=True)
-        if layer.shared is not None:
-            _compile_forward(layer.shared)
+        compile_layer(layer)
+
+
+def compile_layer(layer: MoE) -> None:
+    """Compile the parts of a MoE layer in place."""
+    layer.route = torch.compile(layer.route)
+    layer.experts.activation = torch.compile(layer.experts.activation, dynamic=True)
+    if layer.shared is not None:
+        _compile_forward(layer.shared)
 
 
 def _compile_forward(module: nn.Module) -> None:

@@ -22,7 +22,7 @@ from moe.fused_experts import tune
 from moe.layer import MoE
 from moe.recipes import resolve_recipe
 from moe.reference import reference_moe
-from parallel.compile import apply_compile
+from parallel.compile import compile_layer
 
 
 class Shape(NamedTuple):
@@ -201,7 +201,7 @@ def make_layer(backend: str, problem: Problem, compiled: bool) -> MoE:
         layer.experts.use_recipe(resolve_recipe(backend, problem.x_TD.device))
     if compiled:
         # As the trainer compiles a block that has this layer in it.
-        apply_compile(nn.Sequential(layer))
+        compile_layer(layer)
     if backend == "fused" and problem.x_TD.is_cuda:
         # As the trainer does, too.
         T, D, F, E, K = problem.shape

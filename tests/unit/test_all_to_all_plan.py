@@ -133,4 +133,6 @@ def test_one_rank_is_the_identity(num_tokens: int) -> None:
 
 
 def test_a_known_total_is_not_counted_again() -> None:
-    assert plan_dispatch(torch.ones(3, 1, dtype=torch.int64), None, num_items=17).num_items == 17
+    plan = plan_dispatch(torch.ones(3, 1, dtype=torch.int64), None, num_items=17)
+    assert plan.num_items == 17 and plan.is_exact
+    assert not plan_dispatch(torch.ones(3, 1, dtype=torch.int64), None, num_items=17, is_exact=False).is_exact

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,19 @@ import torch
 from moe.router import route
 from scripts.bench_moe import count_waits, main, parse_arguments, saved_bound, speeds, table
 from scripts.moe_picture import draw_ratios
-from scripts.moe_sides import ROUTINGS, TINY, Shape, Side, choose, config_of, draw_ids, first_tokens, make_problem
+from scripts.moe_sides import (
+    ROUTINGS,
+    TINY,
+    Shape,
+    Side,
+    build,
+    choose,
+    config_of,
+    draw_ids,
+    first_tokens,
+    make_problem,
+    results,
+)
 from scripts.moe_times import time_sides
 
 CPU = torch.device("cpu")
@@ -30,6 +43,15 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert all(found["error"] < 1e-5 for found in result["sides"].values())
         assert "needs a GPU" in result["absent"]["fused"]
     assert "fused         absent: " in shown.err and "<svg" in picture.read_text()
+
+
+def test_our_side_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nothing but a GPU does in earnest: what it computes stays the same."""
+    problem = make_problem(TINY, "balanced", CPU)
+    plain = results(build("grouped_mm", problem, compiled=False), problem)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiled = results(build("grouped_mm", problem, compiled=True), problem)
+    assert all(torch.equal(compiled[name], plain[name]) for name in plain)
 
 
 def test_packages_that_are_not_installed_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import moe.layer
+from comms.all_to_all import DispatchPlan, plan_dispatch
 from moe.config import MoEConfig
 from moe.layer import BalanceScale, MoE
 from moe.reference import reference_moe
@@ -228,6 +230,28 @@ def test_a_token_whose_pairs_are_all_dropped_gets_zero() -> None:
     y_BSD, stats = layer(x_BSD)
     assert int(stats.dropped) == BATCH * (SEQ - 1) * config.top_k
     assert bool((y_BSD[:, 1:] == 0).all()) and y_BSD[:, 0].norm().item() > 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_bound_on_the_pairs_is_as_good_as_their_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU only the device knows how many tokens are real, or within capacity; on a CPU it is said here."""
+    layer, mask_BS = build(CONFIGS[name]), padding_mask()
+
+    def run() -> list[Tensor]:
+        x_BSD = sample().requires_grad_()
+        y_BSD, _ = layer(x_BSD, mask_BS)
+        return [y_BSD, *torch.autograd.grad(y_BSD.square().mean(), [x_BSD, *layer.parameters()])]
+
+    exact = run()
+    bounds: list[int] = []
+
+    def bounded(items_TN: Tensor, group: None, num_items: int | None, is_exact: bool) -> DispatchPlan:
+        assert num_items is None and not is_exact
+        bounds.append(BATCH * SEQ * layer.config.top_k)
+        return plan_dispatch(items_TN, group, bounds[-1], is_exact=False)
+
+    monkeypatch.setattr(moe.layer, "plan_dispatch", bounded)
+    assert all(torch.equal(a, b) for a, b in zip(run(), exact, strict=True)) and bounds
 
 
 def test_single_expert_and_zero_tokens() -> None:
