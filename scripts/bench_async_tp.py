@@ -17,9 +17,9 @@ Cases: `gather` multiplies [M / ranks, K] per rank, gathered along M, by [K, N /
     ours     comms/async_tp.py, overlapped at every size
 
 A time is the median over rounds of the slowest rank, launches already queued. `/ matmul` stands for "time over that of
-the products alone"; `error` is the norm-wise difference of output and gradients from nccl's. `block` is two dense
-blocks of a model under tp with parallel.async_tp none and native, forward and backward of 4 sequences of 4096 tokens,
-compiled on GPUs as the trainer compiles them.
+the products alone"; `host` is how long the host is busy with forward and backward; `error` is the norm-wise difference
+of output and gradients from nccl's. `block` is two dense blocks of a model under tp with parallel.async_tp none and
+native, forward and backward of 4 sequences of 4096 tokens, compiled on GPUs as the trainer compiles them.
 
 The result goes into benchmarks/async_tp_CARD.json. Exit code: 0 done, 2 wrong usage; a failed process ends the program
 with its traceback.
@@ -54,7 +54,7 @@ from parallel.mesh import build_mesh
 from scripts.bench_comms import cell
 from scripts.bench_ranks import measure_on_ranks, settle_gpus
 from scripts.bench_results import probe, result_file, stamp, write_result
-from scripts.bench_times import max_over_ranks, seconds_of
+from scripts.bench_times import host_seconds, lead_for, max_over_ranks, seconds_of
 from trainer.build import build_model
 from trainer.config import Config, PrecisionConfig, TrainConfig
 from trainer.models.config import AttentionConfig, ModelConfig
@@ -68,7 +68,11 @@ BLOCKS = ModelConfig(
     name="blocks", vocab_size=1024, dim=4096, num_layers=2, num_dense_layers=2, ffn_dim=14336, max_seq_len=4096,
     attention=AttentionConfig(num_heads=32, num_kv_heads=8, head_dim=128),
 )  # fmt: skip
-HEADER = f"{'':42}{'fwd ms':>9}{'/ matmul':>9}{'bwd ms':>9}{'/ matmul':>9}{'error':>9}"
+COLUMNS = {
+    "forward_ms": "fwd ms", "forward_ratio": "/ matmul", "backward_ms": "bwd ms", "backward_ratio": "/ matmul",
+    "host_ms": "host ms", "error": "error",
+}  # fmt: skip
+HEADER = f"{'':42}" + "".join(f"{title:>9}" for title in COLUMNS.values())
 TINY = replace(
     BLOCKS, dim=64, ffn_dim=128, vocab_size=64, attention=AttentionConfig(num_heads=16, num_kv_heads=8, head_dim=8)
 )
@@ -208,7 +212,7 @@ def lines_of(case: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     name = f"{case['kind']} {case['M']}, {case['N']}, {case['K']} / {case['piece_rows']}"
     for side, found in case["sides"].items():
-        cells = [found[key] for key in ("forward_ms", "forward_ratio", "backward_ms", "backward_ratio", "error")]
+        cells = [found[key] for key in COLUMNS]
         lines.append(f"{name:34}{side:8}" + "".join(f"{cell(value):>9}" for value in cells))
     return lines
 
@@ -233,12 +237,18 @@ def measure(arguments: argparse.Namespace, case: Case, device: torch.device) -> 
     """Figures of one case, alike on every rank but for its error."""
     set_pieces(case.piece_rows)
     sides = sides_of(case, device, arguments.sides, arguments.recipe)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    times: dict[str, list[list[float]]] = {name: [] for name in sides}
+    hosts: dict[str, list[float]] = {}
     calls = 2 if device.type == "cpu" else 10
     # Sides in turn, so that a slower moment is everybody's; the first round loads kernels and connects the ranks.
     for measured in [False] + [True] * arguments.rounds:
         for name, side in sides.items():
-            pair = seconds_of(side.forward, device, calls), seconds_of(side.backward, device, calls)
+            if not measured:
+                for function in side:
+                    function()
+                hosts[name] = [host_seconds(function, device, calls) for function in side]
+            leads = [lead_for(seconds, calls) for seconds in hosts[name]]
+            pair = [seconds_of(function, device, calls, lead) for function, lead in zip(side, leads, strict=True)]
             if measured:
                 times[name].append(pair)
     exact = [sides["nccl"].forward(), *sides["nccl"].backward()] if "nccl" in sides else []
@@ -251,6 +261,7 @@ def measure(arguments: argparse.Namespace, case: Case, device: torch.device) -> 
         # JSON has no infinity, which is what numbers that are not finite give.
         error = min(max(errors), 1e30) if errors else None
         found[name] = {"forward_ms": 1e3 * forward_s, "backward_ms": 1e3 * backward_s, "error": error}
+        found[name]["host_ms"] = 1e3 * max_over_ranks(sum(hosts[name]))
     for figures in found.values():
         for kind in ("forward", "backward"):
             alone = found["matmul"][f"{kind}_ms"] if "matmul" in found else None
