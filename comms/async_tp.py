@@ -310,8 +310,8 @@ def _multiply_and_send(
     outbox: Outbox, xs: Sequence[Tensor], weights: Sequence[Any], products: Sequence[Product]
 ) -> None:
     """Of the sum over products of x, (O, C, ...), and its weight: to every rank its rows."""
-    for rows in outbox.blocks():
-        space, holds = outbox.space(rows)
+    for part in outbox.parts():
+        space, holds = outbox.space(part)
         for number, (x, weight, product) in enumerate(zip(xs, weights, products, strict=True)):
-            product.multiply(x[:, rows], weight, space, add=holds or number > 0)
-        outbox.send(rows)
+            product.multiply(x[part.place], weight, space, add=holds or number > 0)
+        outbox.send(part)

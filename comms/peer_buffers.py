@@ -36,7 +36,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comms.shard_transport import MAX_PIECES, Inbox, Outbox, after, cut, rows_of, sum_ascending
+from comms.shard_transport import (
+    MAX_PIECES,
+    Inbox,
+    Outbox,
+    Part,
+    after,
+    cut,
+    cut_sum,
+    parts_of_sum,
+    rows_of,
+    sum_ascending,
+)
 
 # A point of a stream, an event; None on CPUs, where everything is done at once.
 Moment = Any
@@ -221,13 +232,13 @@ class _BufferOutbox:
     def __init__(self, lane: Lane, shape: tuple[int, int, int], like: Tensor) -> None:
         outer, num_rows, width = shape
         self.lane, self.num_rows = lane, num_rows // lane.size
-        self.pieces = cut(self.num_rows, of_sum=True)
+        self.pieces = cut_sum(outer, self.num_rows)
         self.shape, self.dtype = (lane.size, outer, self.num_rows, width), like.dtype
         lane.reserve(math.prod(self.shape) * like.element_size())
         self.buffer = lane.view(lane.rank, self.shape, like.dtype)
         # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum.
         self.adds = lane.size == 2
-        self.parts = like.new_empty(1 if self.adds else lane.size, *self.shape[1:])
+        self.found = like.new_empty(1 if self.adds else lane.size, *self.shape[1:])
         # When a receiver's part may be written to, and when pieces of the others' parts have come.
         self.free: dict[int, Moment] = {}
         self.arrived: list[Moment] = []
@@ -240,23 +251,21 @@ class _BufferOutbox:
                 self.free = dict.fromkeys(self.free, lane.now())
                 lane.layout = self.shape, self.dtype
 
-    def blocks(self) -> Iterator[slice]:
-        for rank in (*after(self.lane.rank, self.lane.size), self.lane.rank):
-            for piece in self.pieces:
-                yield rows_of(rank, self.num_rows, piece)
+    def parts(self) -> Iterator[Part]:
+        return parts_of_sum(self.lane.rank, self.lane.size, self.pieces, self.num_rows)
 
-    def space(self, rows: slice) -> tuple[Tensor, bool]:
-        rank, number = self._which(rows)
+    def space(self, part: Part) -> tuple[Tensor, bool]:
+        rank, number = part.rank, part.number
         if rank == self.lane.rank:
             if self.adds:
                 self.lane.wait_for(self.arrived[number])
-            return self._part_of(rank)[:, self.pieces[number]], self.adds
+            return self._sum_of(rank)[self.pieces[number]], self.adds
         if number == 0:
             self.lane.wait_for(self.free[rank])
-        return self.buffer[rank, :, self.pieces[number]], False
+        return self.buffer[rank][self.pieces[number]], False
 
-    def send(self, rows: slice) -> None:
-        rank, number = self._which(rows)
+    def send(self, part: Part) -> None:
+        rank, number = part.rank, part.number
         if rank == self.lane.rank:
             return
         lane, piece = self.lane, self.pieces[number]
@@ -267,13 +276,13 @@ class _BufferOutbox:
             lane.wait_piece(source, number)
             told = lane.now()
         with lane.on(lane.streams.copies, told):
-            theirs = lane.view(source, self.shape, self.dtype)[lane.rank, :, piece]
-            _copy(theirs, self._part_of(source)[:, piece])
+            theirs = lane.view(source, self.shape, self.dtype)[lane.rank][piece]
+            _copy(theirs, self._sum_of(source)[piece])
             self.arrived.append(lane.now())
 
     def total(self) -> Tensor:
         self.lane.wait_for(self.arrived[-1])
-        return self.parts[0] if self.adds else sum_ascending(self.parts)
+        return self.found[0] if self.adds else sum_ascending(self.found)
 
     def close(self) -> None:
         last = self.arrived[-1] if self.arrived else self.lane.now()
@@ -283,16 +292,15 @@ class _BufferOutbox:
         # A graph ends where all of its streams meet.
         self.lane.wait_for(given)
 
-    def _which(self, rows: slice) -> tuple[int, int]:
-        rank, first = divmod(rows.start, self.num_rows)
-        return rank, next(number for number, piece in enumerate(self.pieces) if piece.start == first)
-
-    def _part_of(self, rank: int) -> Tensor:
-        return self.parts[0 if self.adds else rank]
+    def _sum_of(self, rank: int) -> Tensor:
+        return self.found[0 if self.adds else rank]
 
 
 def _copy(source_ORX: Tensor, target_ORX: Tensor) -> None:
-    # Each of them contiguous: copy engines, not a kernel.
+    # Runs of memory: copy engines, not a kernel.
+    if source_ORX.is_contiguous() and target_ORX.is_contiguous():
+        target_ORX.copy_(source_ORX)
+        return
     for source, target in zip(source_ORX, target_ORX, strict=True):
         target.copy_(source)
 

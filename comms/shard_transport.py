@@ -13,7 +13,7 @@ Shapes: O whatever comes before the split dim, R rows of one rank's shard of it,
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,21 @@ from torch import Tensor
 from comms.kernels.gather_sum import gather_sum
 
 # A shard is cut into pieces of about so many rows, so that the first arrive while the last are still computed; those of
-# a sum are smaller, because the last one is added up when nothing is left to compute.
+# a sum are smaller, because the last one is added up when nothing is left to compute. Of a sum all rows count, of a
+# gather those of one sequence: it has its own shard to multiply first, for longer than the first piece travels.
 PIECE_ROWS, SUM_PIECE_ROWS = 4096, 2048
 MAX_PIECES = 4
+# Of (O, R, X).
+Piece = tuple[slice, slice]
+
+
+class Part(NamedTuple):
+    """Rows of the whole, (O, N * R, X), that are multiplied and sent at once."""
+
+    # Whose they are, and which of its pieces.
+    rank: int
+    number: int
+    place: Piece
 
 
 class Inbox(Protocol):
@@ -46,16 +58,16 @@ class Inbox(Protocol):
 class Outbox(Protocol):
     """A part of the sum for every rank, on its way there."""
 
-    def blocks(self) -> Iterator[slice]:
-        """Rows of the whole whose products are wanted, in the order to compute them in."""
+    def parts(self) -> Iterator[Part]:
+        """What products are wanted of, in the order to compute them in."""
         ...
 
-    def space(self, rows: slice) -> tuple[Tensor, bool]:
-        """(O, rows, X) to be written, or, if True, to be added to."""
+    def space(self, part: Part) -> tuple[Tensor, bool]:
+        """Of the shape of its place: to be written, or, if True, to be added to."""
         ...
 
-    def send(self, rows: slice) -> None:
-        """What `space` gave for these rows is written."""
+    def send(self, part: Part) -> None:
+        """What `space` gave for it is written."""
         ...
 
     def total(self) -> Tensor:
@@ -82,12 +94,29 @@ class Transport(Protocol):
         ...
 
 
-def cut(num_rows: int, *, of_sum: bool = False) -> list[slice]:
-    """Pieces of a shard of so many rows, or of this rank's rows of a sum, as equal as can be."""
-    piece_rows = SUM_PIECE_ROWS if of_sum else PIECE_ROWS
-    count = max(min(-(-num_rows // piece_rows), MAX_PIECES, num_rows), 1)
-    bounds = [num_rows * piece // count for piece in range(count + 1)]
+def cut(num_rows: int) -> list[slice]:
+    """Pieces of a shard of so many rows, as equal as can be."""
+    return _cut(num_rows, min(-(-num_rows // PIECE_ROWS), MAX_PIECES))
+
+
+def cut_sum(outer: int, num_rows: int) -> list[Piece]:
+    """Pieces of a rank's rows of a sum, (O, R, X): whole sequences as long as there are some, which lie in one run."""
+    count = min(-(-outer * num_rows // SUM_PIECE_ROWS), MAX_PIECES)
+    by_outer = _cut(outer, count)
+    return list(itertools.product(by_outer, _cut(num_rows, count // len(by_outer))))
+
+
+def _cut(length: int, count: int) -> list[slice]:
+    count = max(min(count, length), 1)
+    bounds = [length * piece // count for piece in range(count + 1)]
     return [slice(first, last) for first, last in itertools.pairwise(bounds)]
+
+
+def parts_of_sum(rank: int, size: int, pieces: list[Piece], num_rows: int) -> Iterator[Part]:
+    """For every rank its pieces: first for those after this one, then this one's own."""
+    for to in (*after(rank, size), rank):
+        for number, (outer, rows) in enumerate(pieces):
+            yield Part(to, number, (outer, rows_of(to, num_rows, rows)))
 
 
 def rows_of(rank: int, num_rows: int, piece: slice) -> slice:
@@ -192,35 +221,32 @@ class _MessageOutbox:
     def __init__(self, via: Messages, shape: tuple[int, int, int], like: Tensor) -> None:
         outer, num_rows, width = shape
         self.via, self.num_rows = via, num_rows // via.size
-        self.pieces = cut(self.num_rows, of_sum=True)
+        self.pieces = cut_sum(outer, self.num_rows)
         self.found = like.new_empty(via.size, outer, self.num_rows, width)
-        self.spaces: dict[int, Tensor] = {}
+        self.spaces: dict[tuple[int, int], Tensor] = {}
         self.sent: list[dist.Work] = []
         self.coming: list[tuple[dist.Work, Tensor, Tensor]] = []
         for source in after(via.rank, via.size):
             for number, piece in enumerate(self.pieces):
-                place = self.found[source, :, piece]
+                place = self.found[source][piece]
                 part = torch.empty_like(place, memory_format=torch.contiguous_format)
                 self.coming.append((via.irecv(part, source, _SCATTER_TAG + number), part, place))
 
-    def blocks(self) -> Iterator[slice]:
-        for rank in (*after(self.via.rank, self.via.size), self.via.rank):
-            for piece in self.pieces:
-                yield rows_of(rank, self.num_rows, piece)
+    def parts(self) -> Iterator[Part]:
+        return parts_of_sum(self.via.rank, self.via.size, self.pieces, self.num_rows)
 
-    def space(self, rows: slice) -> tuple[Tensor, bool]:
-        rank, first = divmod(rows.start, self.num_rows)
-        place = self.found[rank, :, first : first + rows.stop - rows.start]
-        if rank == self.via.rank:
+    def space(self, part: Part) -> tuple[Tensor, bool]:
+        place = self.found[part.rank][self.pieces[part.number]]
+        if part.rank == self.via.rank:
             return place, False
-        self.spaces[rows.start] = torch.empty_like(place, memory_format=torch.contiguous_format)
-        return self.spaces[rows.start], False
+        space = torch.empty_like(place, memory_format=torch.contiguous_format)
+        self.spaces[part.rank, part.number] = space
+        return space, False
 
-    def send(self, rows: slice) -> None:
-        rank, first = divmod(rows.start, self.num_rows)
-        if rank != self.via.rank:
-            number = [piece.start for piece in self.pieces].index(first)
-            self.sent.append(self.via.isend(self.spaces[rows.start], rank, _SCATTER_TAG + number))
+    def send(self, part: Part) -> None:
+        if part.rank != self.via.rank:
+            space = self.spaces[part.rank, part.number]
+            self.sent.append(self.via.isend(space, part.rank, _SCATTER_TAG + part.number))
 
     def total(self) -> Tensor:
         for work, part, place in self.coming:

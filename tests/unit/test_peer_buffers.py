@@ -16,7 +16,7 @@ from comms import shard_transport
 from comms.async_tp import _multiply_and_send
 from comms.peer_buffers import Lane, PeerBuffers, Streams
 from comms.products import PlainProduct
-from comms.shard_transport import cut
+from comms.shard_transport import cut, cut_sum
 
 
 class FakeHandle:
@@ -106,10 +106,25 @@ def test_lanes_of_buffers_compute_the_same(size: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 4095, 4096, 4097, 10_000, 100_001])
-@pytest.mark.parametrize("of_sum", [False, True])
-def test_pieces_cover_a_shard_in_order(num_rows: int, of_sum: bool) -> None:
-    pieces = cut(num_rows, of_sum=of_sum)
+def test_pieces_cover_a_shard_in_order(num_rows: int) -> None:
+    pieces = cut(num_rows)
     assert pieces[0].start == 0 and pieces[-1].stop == num_rows
     assert all(a.stop == b.start for a, b in pairwise(pieces))
     sizes = [piece.stop - piece.start for piece in pieces]
     assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1 and len(pieces) <= shard_transport.MAX_PIECES
+
+
+@pytest.mark.parametrize("outer", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("num_rows", [1, 2, 512, 2048, 2049, 4096, 10_000])
+def test_pieces_of_a_sum_cover_it_once(outer: int, num_rows: int) -> None:
+    """As many as its rows of all sequences ask for: one piece would leave nothing to compute while it travels."""
+    pieces = cut_sum(outer, num_rows)
+    seen = torch.zeros(outer, num_rows)
+    for piece in pieces:
+        seen[piece] += 1
+    assert bool((seen == 1).all())
+    wanted = min(-(-outer * num_rows // shard_transport.SUM_PIECE_ROWS), shard_transport.MAX_PIECES)
+    # Sequences come out even where they can: 3 of them are 3 pieces and not 4.
+    assert wanted / 2 < len(pieces) <= wanted
+    if outer >= wanted:
+        assert all(rows == slice(0, num_rows) for _, rows in pieces), "whole sequences lie in one run of memory"
