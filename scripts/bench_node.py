@@ -144,7 +144,7 @@ def chosen_parts(arguments: argparse.Namespace, machine: dict[str, Any], work: P
     """
     chosen = () if arguments.parts is None else tuple(name.strip() for name in arguments.parts.split(","))
     memory_gib, dry_run, seconds = machine["memory_gib"], arguments.dry_run, 60 * arguments.minutes
-    node = Node(arguments.nproc, memory_gib, dry_run, arguments.overrides, work, seconds, chosen)
+    node = Node(arguments.nproc, memory_gib, dry_run, arguments.overrides, work, seconds, chosen, arguments.commit)
     parts = {part.name: part for part in parts_of(node)}
     names = chosen or [*parts]
     limits = [word.partition("=") for word in arguments.limit]

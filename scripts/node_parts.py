@@ -87,6 +87,8 @@ class Node(NamedTuple):
     # For all parts together, and which of them run; empty: all.
     seconds: float = 540
     chosen: Sequence[str] = ()
+    # What the results of parts note, too; None: they ask git.
+    commit: str | None = None
 
 
 def parts_of(node: Node) -> list[Part]:
@@ -246,10 +248,10 @@ def _devices(node: Node) -> list[str]:
 
 def _bench(node: Node, script: str, *words: Any, tag: str = "") -> Command:
     out = node.work / f"{script}{tag}.json"
-    dry = ["--dry-run"] if node.dry_run else []
+    options = ["--dry-run"] * node.dry_run + (["--commit", node.commit] if node.commit else [])
     program = [sys.executable, str(ROOT / "scripts" / f"{script}.py")]
     waits = script in WAITING and not node.dry_run
-    return Command([*program, *map(str, words), *dry, "--out", str(out)], out, forked=node.dry_run, waits=waits)
+    return Command([*program, *map(str, words), *options, "--out", str(out)], out, forked=node.dry_run, waits=waits)
 
 
 # ---- what their figures say

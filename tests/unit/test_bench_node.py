@@ -292,6 +292,14 @@ def test_the_plan_for_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts["weak scaling"].lacks() == ""
 
 
+def test_every_part_notes_the_commit_that_is_given() -> None:
+    node = Node(4, 140.0, False, [], Path("/w"), commit="abc")
+    commands = [command for one in parts_of(node) if one.name != "parity" for step in one.steps for command in step]
+    assert len(commands) > 8 and all(" ".join(command.words).count("--commit abc") == 1 for command in commands)
+    plain = parts_of(node._replace(commit=None))
+    assert not any("--commit" in command.words for one in plain for step in one.steps for command in step)
+
+
 def test_the_plan_for_four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     parts = plan(4)
