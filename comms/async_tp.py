@@ -310,8 +310,9 @@ def _multiply_and_send(
     outbox: Outbox, xs: Sequence[Tensor], weights: Sequence[Any], products: Sequence[Product]
 ) -> None:
     """Of the sum over products of x, (O, C, ...), and its weight: to every rank its rows."""
+    factors = list(zip([outbox.split(x) for x in xs], weights, products, strict=True))
     for part in outbox.parts():
         space, holds = outbox.space(part)
-        for number, (x, weight, product) in enumerate(zip(xs, weights, products, strict=True)):
-            product.multiply(x[part.place], weight, space, add=holds or number > 0)
+        for number, (pieces, weight, product) in enumerate(factors):
+            product.multiply(pieces[part.rank][part.number], weight, space, add=holds or number > 0)
         outbox.send(part)

@@ -30,7 +30,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,11 +46,16 @@ from comms.shard_transport import (
     cut_sum,
     parts_of_sum,
     rows_of,
+    split,
+    split_by_rank,
     sum_ascending,
 )
 
 # A point of a stream, an event; None on CPUs, where everything is done at once.
 Moment = Any
+
+Runs = list[Tensor]
+Made = TypeVar("Made")
 
 # Behind the channels of pieces.
 _CREDIT = MAX_PIECES
@@ -97,13 +102,13 @@ class Lane:
         self._num_bytes, self._used = 0, False
         # Of the last scatter: where in the buffer everyone's part was.
         self.layout: object = None
-        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._kept: dict[object, Any] = {}
 
     def reserve(self, num_bytes: int) -> None:
         """Make room. Collective where it has to grow."""
         if num_bytes > self._num_bytes:
             # The old buffer goes once nobody uses it: allocating waits for that.
-            self._views.clear()
+            self._kept.clear()
             self._handle, self._num_bytes, self._used = self._allocate(num_bytes), num_bytes, False
 
     @property
@@ -112,12 +117,15 @@ class Lane:
         assert self._handle is not None
         return self._handle
 
+    def keep(self, key: object, make: Callable[[], Made]) -> Made:
+        """What `make` gives, for as long as the buffer lasts: its views cost the host as much as launches."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A rank's buffer as numbers of this shape. Kept: making one costs the host more than a launch."""
-        key = rank, shape, dtype
-        if key not in self._views:
-            self._views[key] = self.handle.get_buffer(rank, shape, dtype)
-        return self._views[key]
+        """A rank's buffer as numbers of this shape."""
+        return self.keep((rank, shape, dtype), lambda: self.handle.get_buffer(rank, shape, dtype))
 
     def now(self) -> Moment:
         """What the current stream has been given so far."""
@@ -177,6 +185,15 @@ class PeerBuffers:
         return _BufferOutbox(self.scatters, shape, like)
 
 
+class _GatherViews(NamedTuple):
+    """Of a gather's buffers: where pieces of this rank's shard go, and where pieces of the others' come."""
+
+    # By rank and piece, in runs of memory; of this rank's own buffer all in one piece.
+    theirs: dict[int, list[Runs]]
+    own: Runs
+    blocks: dict[int, list[tuple[slice, Tensor]]]
+
+
 class _BufferInbox:
     def __init__(self, lane: Lane, shard_ORX: Tensor) -> None:
         outer, self.num_rows, width = shard_ORX.shape
@@ -185,32 +202,49 @@ class _BufferInbox:
         # Whose pieces have come.
         self.arrived: set[tuple[int, int]] = set()
         lane.reserve(math.prod(self.shape) * shard_ORX.element_size())
-        self.buffer = lane.view(lane.rank, self.shape, shard_ORX.dtype)
-        self.own = rows_of(lane.rank, self.num_rows, slice(0, self.num_rows))
+        key = "gather", self.shape, shard_ORX.dtype, len(self.pieces)
+        self.views = lane.keep(key, lambda: self._views(shard_ORX.dtype))
+        self.mine = split(shard_ORX, [(slice(0, outer), rows) for rows in self.pieces])
+        runs = [runs_of(piece) for piece in self.mine]
         with lane.on(lane.streams.copies, lane.now()):
             # The rank before this one wants this shard first.
             for to in reversed(after(lane.rank, lane.size)):
                 lane.take_credit(to)
-                theirs = lane.view(to, self.shape, shard_ORX.dtype)[:, self.own]
-                for number, piece in enumerate(self.pieces):
-                    _copy(shard_ORX[:, piece], theirs[:, piece])
+                for number, place in enumerate(self.views.theirs[to]):
+                    _copy_runs(runs[number], place)
                     lane.signal_piece(to, number)
             self.sent = lane.now()
 
+    def _views(self, dtype: torch.dtype) -> _GatherViews:
+        lane, others = self.lane, after(self.lane.rank, self.lane.size)
+
+        def rows(rank: int, piece: slice) -> slice:
+            return rows_of(rank, self.num_rows, piece)
+
+        theirs = {to: lane.view(to, self.shape, dtype) for to in others}
+        buffer, everything = lane.view(lane.rank, self.shape, dtype), slice(0, self.num_rows)
+        return _GatherViews(
+            {to: [runs_of(view[:, rows(lane.rank, piece)]) for piece in self.pieces] for to, view in theirs.items()},
+            runs_of(buffer[:, rows(lane.rank, everything)]),
+            {
+                source: [(rows(source, piece), buffer[:, rows(source, piece)]) for piece in self.pieces]
+                for source in others
+            },
+        )
+
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        for piece in self.pieces:
-            yield rows_of(self.lane.rank, self.num_rows, piece), self.shard[:, piece]
-        for source in after(self.lane.rank, self.lane.size):
-            for number, piece in enumerate(self.pieces):
+        for piece, block in zip(self.pieces, self.mine, strict=True):
+            yield rows_of(self.lane.rank, self.num_rows, piece), block
+        for source, blocks in self.views.blocks.items():
+            for number, block in enumerate(blocks):
                 self._wait(source, number)
-                rows = rows_of(source, self.num_rows, piece)
-                yield rows, self.buffer[:, rows]
+                yield block
 
     def whole(self) -> Tensor:
         # Not beside products: such a copy takes their thread blocks.
-        _copy(self.shard, self.buffer[:, self.own])
+        _copy_runs(runs_of(self.shard), self.views.own)
         self._wait_all()
-        return self.buffer
+        return self.lane.view(self.lane.rank, self.shape, self.shard.dtype)
 
     def close(self) -> None:
         self._wait_all()
@@ -228,6 +262,13 @@ class _BufferInbox:
                 self._wait(source, number)
 
 
+class _ScatterViews(NamedTuple):
+    """Of a scatter's buffers, by rank and piece: what this rank computes for it, and where it has computed for this."""
+
+    spaces: list[list[Tensor]]
+    theirs: dict[int, list[Runs]]
+
+
 class _BufferOutbox:
     def __init__(self, lane: Lane, shape: tuple[int, int, int], like: Tensor) -> None:
         outer, num_rows, width = shape
@@ -235,10 +276,11 @@ class _BufferOutbox:
         self.pieces = cut_sum(outer, self.num_rows)
         self.shape, self.dtype = (lane.size, outer, self.num_rows, width), like.dtype
         lane.reserve(math.prod(self.shape) * like.element_size())
-        self.buffer = lane.view(lane.rank, self.shape, like.dtype)
+        self.views = lane.keep(("scatter", self.shape, self.dtype, len(self.pieces)), self._views)
         # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum.
         self.adds = lane.size == 2
         self.found = like.new_empty(1 if self.adds else lane.size, *self.shape[1:])
+        self.sums = [split(part, self.pieces) for part in self.found.unbind()]
         # When a receiver's part may be written to, and when pieces of the others' parts have come.
         self.free: dict[int, Moment] = {}
         self.arrived: list[Moment] = []
@@ -251,24 +293,37 @@ class _BufferOutbox:
                 self.free = dict.fromkeys(self.free, lane.now())
                 lane.layout = self.shape, self.dtype
 
+    def _views(self) -> _ScatterViews:
+        lane = self.lane
+        theirs = {
+            source: lane.view(source, self.shape, self.dtype)[lane.rank] for source in after(lane.rank, lane.size)
+        }
+        return _ScatterViews(
+            [split(part, self.pieces) for part in lane.view(lane.rank, self.shape, self.dtype)],
+            {source: [runs_of(piece) for piece in split(part, self.pieces)] for source, part in theirs.items()},
+        )
+
     def parts(self) -> Iterator[Part]:
-        return parts_of_sum(self.lane.rank, self.lane.size, self.pieces, self.num_rows)
+        return parts_of_sum(self.lane.rank, self.lane.size, len(self.pieces))
+
+    def split(self, x_OCX: Tensor) -> list[list[Tensor]]:
+        return split_by_rank(x_OCX, self.lane.size, self.pieces)
 
     def space(self, part: Part) -> tuple[Tensor, bool]:
-        rank, number = part.rank, part.number
+        rank, number = part
         if rank == self.lane.rank:
             if self.adds:
                 self.lane.wait_for(self.arrived[number])
-            return self._sum_of(rank)[self.pieces[number]], self.adds
+            return self._sum_of(rank, number), self.adds
         if number == 0:
             self.lane.wait_for(self.free[rank])
-        return self.buffer[rank][self.pieces[number]], False
+        return self.views.spaces[rank][number], False
 
     def send(self, part: Part) -> None:
-        rank, number = part.rank, part.number
+        rank, number = part
         if rank == self.lane.rank:
             return
-        lane, piece = self.lane, self.pieces[number]
+        lane = self.lane
         # As many ranks before this one as `rank` is after it: that one has computed for this one meanwhile.
         source = (2 * lane.rank - rank) % lane.size
         with lane.on(lane.streams.signals, lane.now()):
@@ -276,8 +331,7 @@ class _BufferOutbox:
             lane.wait_piece(source, number)
             told = lane.now()
         with lane.on(lane.streams.copies, told):
-            theirs = lane.view(source, self.shape, self.dtype)[lane.rank][piece]
-            _copy(theirs, self._sum_of(source)[piece])
+            _copy_runs(self.views.theirs[source][number], runs_of(self._sum_of(source, number)))
             self.arrived.append(lane.now())
 
     def total(self) -> Tensor:
@@ -292,17 +346,25 @@ class _BufferOutbox:
         # A graph ends where all of its streams meet.
         self.lane.wait_for(given)
 
-    def _sum_of(self, rank: int) -> Tensor:
-        return self.found[0 if self.adds else rank]
+    def _sum_of(self, rank: int, number: int) -> Tensor:
+        return self.sums[0 if self.adds else rank][number]
 
 
-def _copy(source_ORX: Tensor, target_ORX: Tensor) -> None:
-    # Runs of memory: copy engines, not a kernel.
-    if source_ORX.is_contiguous() and target_ORX.is_contiguous():
-        target_ORX.copy_(source_ORX)
-        return
-    for source, target in zip(source_ORX, target_ORX, strict=True):
-        target.copy_(source)
+def runs_of(x_ORX: Tensor) -> Runs:
+    """Runs of memory, which copy engines move where a kernel would move the whole."""
+    return [x_ORX] if x_ORX.is_contiguous() else list(x_ORX.unbind())
+
+
+def _copy_runs(source: Runs, target: Runs) -> None:
+    # A shard in one run may go where sequences lie apart.
+    if len(source) < len(target):
+        source = list(source[0].unbind())
+    for run, place in zip(source, target, strict=True):
+        _copy(run, place)
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
 
 
 # ---- of a process group

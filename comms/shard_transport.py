@@ -31,12 +31,10 @@ Piece = tuple[slice, slice]
 
 
 class Part(NamedTuple):
-    """Rows of the whole, (O, N * R, X), that are multiplied and sent at once."""
+    """What is multiplied and sent at once: whose rows, and which piece of them."""
 
-    # Whose they are, and which of its pieces.
     rank: int
     number: int
-    place: Piece
 
 
 class Inbox(Protocol):
@@ -62,8 +60,12 @@ class Outbox(Protocol):
         """What products are wanted of, in the order to compute them in."""
         ...
 
+    def split(self, x_OCX: Tensor) -> list[list[Tensor]]:
+        """Every rank's pieces of rows of the whole."""
+        ...
+
     def space(self, part: Part) -> tuple[Tensor, bool]:
-        """Of the shape of its place: to be written, or, if True, to be added to."""
+        """Of the shape of that piece of a product: to be written, or, if True, to be added to."""
         ...
 
     def send(self, part: Part) -> None:
@@ -112,11 +114,26 @@ def _cut(length: int, count: int) -> list[slice]:
     return [slice(first, last) for first, last in itertools.pairwise(bounds)]
 
 
-def parts_of_sum(rank: int, size: int, pieces: list[Piece], num_rows: int) -> Iterator[Part]:
+def parts_of_sum(rank: int, size: int, num_pieces: int) -> Iterator[Part]:
     """For every rank its pieces: first for those after this one, then this one's own."""
     for to in (*after(rank, size), rank):
-        for number, (outer, rows) in enumerate(pieces):
-            yield Part(to, number, (outer, rows_of(to, num_rows, rows)))
+        for number in range(num_pieces):
+            yield Part(to, number)
+
+
+def split(x_ORX: Tensor, pieces: list[Piece]) -> list[Tensor]:
+    """The pieces, by as few calls as can be: each costs the host a good part of a launch."""
+    if len(pieces) == 1:
+        return [x_ORX]
+    for dim in (0, 1):
+        if all(piece[1 - dim] == slice(0, x_ORX.shape[1 - dim]) for piece in pieces):
+            return list(torch.split(x_ORX, [piece[dim].stop - piece[dim].start for piece in pieces], dim))
+    return [x_ORX[piece] for piece in pieces]
+
+
+def split_by_rank(x_OCX: Tensor, size: int, pieces: list[Piece]) -> list[list[Tensor]]:
+    """Every rank's pieces of rows of the whole."""
+    return [split(x_ORX, pieces) for x_ORX in x_OCX.chunk(size, 1)]
 
 
 def rows_of(rank: int, num_rows: int, piece: slice) -> slice:
@@ -223,7 +240,7 @@ class _MessageOutbox:
         self.via, self.num_rows = via, num_rows // via.size
         self.pieces = cut_sum(outer, self.num_rows)
         self.found = like.new_empty(via.size, outer, self.num_rows, width)
-        self.spaces: dict[tuple[int, int], Tensor] = {}
+        self.spaces: dict[Part, Tensor] = {}
         self.sent: list[dist.Work] = []
         self.coming: list[tuple[dist.Work, Tensor, Tensor]] = []
         for source in after(via.rank, via.size):
@@ -233,20 +250,21 @@ class _MessageOutbox:
                 self.coming.append((via.irecv(part, source, _SCATTER_TAG + number), part, place))
 
     def parts(self) -> Iterator[Part]:
-        return parts_of_sum(self.via.rank, self.via.size, self.pieces, self.num_rows)
+        return parts_of_sum(self.via.rank, self.via.size, len(self.pieces))
+
+    def split(self, x_OCX: Tensor) -> list[list[Tensor]]:
+        return split_by_rank(x_OCX, self.via.size, self.pieces)
 
     def space(self, part: Part) -> tuple[Tensor, bool]:
         place = self.found[part.rank][self.pieces[part.number]]
         if part.rank == self.via.rank:
             return place, False
-        space = torch.empty_like(place, memory_format=torch.contiguous_format)
-        self.spaces[part.rank, part.number] = space
-        return space, False
+        self.spaces[part] = torch.empty_like(place, memory_format=torch.contiguous_format)
+        return self.spaces[part], False
 
     def send(self, part: Part) -> None:
         if part.rank != self.via.rank:
-            space = self.spaces[part.rank, part.number]
-            self.sent.append(self.via.isend(space, part.rank, _SCATTER_TAG + part.number))
+            self.sent.append(self.via.isend(self.spaces[part], part.rank, _SCATTER_TAG + part.number))
 
     def total(self) -> Tensor:
         for work, part, place in self.coming:

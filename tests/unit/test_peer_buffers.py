@@ -16,7 +16,7 @@ from comms import shard_transport
 from comms.async_tp import _multiply_and_send
 from comms.peer_buffers import Lane, PeerBuffers, Streams
 from comms.products import PlainProduct
-from comms.shard_transport import cut, cut_sum
+from comms.shard_transport import cut, cut_sum, split
 
 
 class FakeHandle:
@@ -119,9 +119,10 @@ def test_pieces_cover_a_shard_in_order(num_rows: int) -> None:
 def test_pieces_of_a_sum_cover_it_once(outer: int, num_rows: int) -> None:
     """As many as its rows of all sequences ask for: one piece would leave nothing to compute while it travels."""
     pieces = cut_sum(outer, num_rows)
-    seen = torch.zeros(outer, num_rows)
-    for piece in pieces:
-        seen[piece] += 1
+    seen = torch.zeros(outer, num_rows, 1)
+    for found, piece in zip(split(seen, pieces), pieces, strict=True):
+        found += 1
+        assert found.shape == seen[piece].shape and found.data_ptr() == seen[piece].data_ptr()
     assert bool((seen == 1).all())
     wanted = min(-(-outer * num_rows // shard_transport.SUM_PIECE_ROWS), shard_transport.MAX_PIECES)
     # Sequences come out even where they can: 3 of them are 3 pieces and not 4.
