@@ -20,7 +20,8 @@ from torch import Tensor
 
 from comms import peer_buffers, shard_transport
 from comms.async_tp import _multiply_and_send
-from comms.peer_buffers import Lane, PeerBuffers, Streams
+from comms.lane import Lane, Streams
+from comms.peer_buffers import PeerBuffers
 from comms.products import PlainProduct
 from comms.shard_transport import sum_ascending
 from tests.unit.test_peer_buffers import FakeHandle
