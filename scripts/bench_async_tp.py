@@ -31,14 +31,12 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -49,35 +47,20 @@ from comms.products import AS_THEY_ARE, find_product, register_product
 from moe.config import LOW_PRECISION
 from moe.low_precision_linear import LowPrecisionProduct
 from moe.recipes import resolve_recipe
-from parallel.config import ParallelConfig
-from parallel.mesh import build_mesh
 from scripts.bench_comms import cell
 from scripts.bench_ranks import measure_on_ranks, settle_gpus
 from scripts.bench_results import probe, result_file, stamp, write_result
 from scripts.bench_times import host_seconds, lead_for, max_over_ranks, seconds_of
-from trainer.build import build_model
-from trainer.config import Config, PrecisionConfig, TrainConfig
-from trainer.models.config import AttentionConfig, ModelConfig
-from trainer.parity import relative_error, synthetic_batches
-from trainer.step import forward
+from scripts.tp_blocks import measure_blocks
+from trainer.parity import relative_error
 
 SIDES = ("matmul", "nccl", "torch", "ours")
 ROWS = "512,1024,2048,4096,8192,16384,32768"
-# Dense blocks as wide as those of 8B models; --dry-run.
-BLOCKS = ModelConfig(
-    name="blocks", vocab_size=1024, dim=4096, num_layers=2, num_dense_layers=2, ffn_dim=14336, max_seq_len=4096,
-    attention=AttentionConfig(num_heads=32, num_kv_heads=8, head_dim=128),
-)  # fmt: skip
 COLUMNS = {
     "forward_ms": "fwd ms", "forward_ratio": "/ matmul", "backward_ms": "bwd ms", "backward_ratio": "/ matmul",
     "host_ms": "host ms", "error": "error",
 }  # fmt: skip
 HEADER = f"{'':42}" + "".join(f"{title:>9}" for title in COLUMNS.values())
-TINY = replace(
-    BLOCKS, dim=64, ffn_dim=128, vocab_size=64, attention=AttentionConfig(num_heads=16, num_kv_heads=8, head_dim=8)
-)
-
-
 # Of gathers and of sums.
 DEFAULT_PIECES = shard_transport.PIECE_ROWS, shard_transport.SUM_PIECE_ROWS
 
@@ -200,7 +183,8 @@ def table(result: dict[str, Any]) -> str:
     ]
     lines += [line for case in result["cases"] for line in lines_of(case)]
     for mode, milliseconds in result["block"].items():
-        lines.append(f"{'two blocks, fwd + bwd':34}{mode:8}{milliseconds:>9.3f}")
+        host = result["block_host"][mode]
+        lines.append(f"{'two blocks, fwd + bwd':34}{mode:8}{milliseconds:>9.3f}{'host':>9}{host:>9.3f}")
     lines.append("cases: what travels, M, N, K / rows of a piece (0: as in training); milliseconds, and over `matmul`")
     if result["dry_run"]:
         lines.append("a dry run: that it runs is all that its figures say")
@@ -230,7 +214,9 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
         cases.append(measure(arguments, case, device))
         if dist.get_rank() == 0:
             print("\n".join(lines_of(cases[-1])), file=sys.stderr, flush=True)
-    return {"cases": cases, "block": {} if arguments.no_block else measure_blocks(arguments, device)}
+    set_pieces(8 if arguments.dry_run else 0)
+    block, hosts = ({}, {}) if arguments.no_block else measure_blocks(arguments, device)
+    return {"cases": cases, "block": block, "block_host": hosts}
 
 
 def measure(arguments: argparse.Namespace, case: Case, device: torch.device) -> dict[str, Any]:
@@ -351,78 +337,6 @@ def fused_by_torch(kind: str, x: Tensor, weight: Tensor, grad: Tensor, group: st
         return [dx, whole.t() @ x]
 
     return Calls(lambda: ops.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group), backward)
-
-
-def precision_of(arguments: argparse.Namespace) -> PrecisionConfig:
-    """Of the blocks of a model: every linear in the recipe."""
-    if arguments.recipe != "bf16":
-        return PrecisionConfig(recipe=arguments.recipe, linears=["*"], linears_exclude=[])
-    return PrecisionConfig(recipe="fp32" if arguments.dry_run else "bf16")
-
-
-def measure_blocks(arguments: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Milliseconds of forward and backward of a model of two dense blocks, per value of parallel.async_tp.
-
-    Both are of cards at work, by turns: what is measured first would find them cool, and faster.
-    """
-    set_pieces(8 if arguments.dry_run else 0)
-    steps = {mode: blocks_step(arguments, device, mode) for mode in ("none", "native")}
-    if arguments.trace is not None:
-        for mode, step in steps.items():
-            trace_step(step, arguments.trace / f"blocks_{mode}.json.gz")
-    warm, calls = (0, 1) if arguments.dry_run else (10, 10)
-    rounds: dict[str, list[float]] = {mode: [] for mode in steps}
-    for number in range(arguments.rounds + 1):
-        for mode in list(steps) if number % 2 else reversed(list(steps)):
-            for _ in range(warm):
-                steps[mode]()
-            seconds = seconds_of(steps[mode], device, calls)
-            if number:
-                rounds[mode].append(seconds)
-    return {mode: 1e3 * max_over_ranks(statistics.median(found)) for mode, found in rounds.items()}
-
-
-def blocks_step(arguments: argparse.Namespace, device: torch.device, mode: str) -> Callable[[], None]:
-    """Forward and backward of two dense blocks with this parallel.async_tp."""
-    compiled = not (arguments.eager or arguments.dry_run)
-    mesh = build_mesh(ParallelConfig(tp=arguments.nproc, async_tp=mode, compile=compiled), device)
-    batch_size = 2 if arguments.dry_run else 4
-    config = Config(
-        train=TrainConfig(
-            global_batch_size=batch_size,
-            micro_batch_size=batch_size,
-            seq_len=16 if arguments.dry_run else BLOCKS.max_seq_len,
-        ),
-        model=TINY if arguments.dry_run else BLOCKS,
-        parallel=mesh.config,
-        precision=precision_of(arguments),
-    )
-    model = build_model(config, mesh)
-    (batch,) = synthetic_batches(config, mesh, 0)
-    if device.type == "cuda":
-        # As in training: a copy from other memory would make the host wait, and the device after it.
-        batch = batch.pin_memory()
-
-    def step() -> None:
-        output = forward(model, batch, device, config.data.document_mask)
-        assert output.loss_sum is not None
-        output.loss_sum.backward()
-        model.zero_grad(set_to_none=True)
-
-    return step
-
-
-def trace_step(step: Callable[[], None], path: Path) -> None:
-    """A profiler's trace of one step, the second one, written by rank 0; chrome://tracing and Perfetto show it."""
-    step()
-    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    with profile(activities=kinds) as trace:
-        step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(str(path))
 
 
 if __name__ == "__main__":

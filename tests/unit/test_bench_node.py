@@ -449,5 +449,6 @@ def test_dry_run(nproc: int, tmp_path: Path) -> None:
     assert parts["ep"]["figures"]
     if nproc == 2:
         assert parts["parity"]["figures"]["right"] >= 1 and parts["parity"]["figures"]["recipe"] == "fp64"
-        assert set(parts["async tp"]["figures"]["block"]) == {"none", "native"}
+        figures = parts["async tp"]["figures"]
+        assert set(figures["block"]) == set(figures["block_host"]) == {"none", "native"}
         assert parts["train"]["figures"]["tokens_per_second_per_gpu"]["ours"] > 0
