@@ -16,6 +16,8 @@ from comms.shard_transport import MAX_PIECES, after
 Moment = Any
 Made = TypeVar("Made")
 
+# Shapes whose views are kept.
+MOST_KEPT = 256
 # Behind the channels of pieces.
 _CREDIT = MAX_PIECES
 
@@ -78,6 +80,8 @@ class Lane:
     def keep(self, key: object, make: Callable[[], Made]) -> Made:
         """What `make` gives, for as long as the buffer lasts: its views cost the host as much as launches."""
         if key not in self._kept:
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.clear()
             self._kept[key] = make()
         return self._kept[key]
 

@@ -103,8 +103,10 @@ def cut(num_rows: int) -> list[slice]:
 
 def cut_sum(outer: int, num_rows: int) -> list[Piece]:
     """Pieces of a rank's rows of a sum, (O, R, X): whole sequences as long as there are some, which lie in one run."""
-    count = min(-(-outer * num_rows // SUM_PIECE_ROWS), MAX_PIECES)
-    by_outer = _cut(outer, count)
+    count = max(min(-(-outer * num_rows // SUM_PIECE_ROWS), MAX_PIECES), 1)
+    # Of 6 sequences three pieces of two, and not four of one or two; of 5 four all the same.
+    even = max(number for number in range(1, count + 1) if outer % number == 0) if outer else 1
+    by_outer = _cut(outer, even if even > count // 2 or outer < count else count)
     return list(itertools.product(by_outer, _cut(num_rows, count // len(by_outer))))
 
 

@@ -13,7 +13,6 @@ Shape suffixes: B sequences, S tokens of a whole sequence, C of this rank's part
 N ranks, X whatever follows.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,29 +20,6 @@ from torch import Tensor
 
 from comms.collectives import gather_over_ranks, sum_over_ranks
 from comms.sequence_unit import sequence_unit
-
-
-@functools.cache
-def token_table(seq_len: int, ring: int, ulysses: int, tp: int) -> Tensor:
-    """(N, L) int64: the tokens of each rank.
-
-    Raises:
-        ValueError: the sequence cannot be cut evenly.
-    """
-    unit = sequence_unit(ring, ulysses, tp)
-    if seq_len % unit:
-        below = seq_len // unit * unit
-        legal = " or ".join(str(length) for length in (below, below + unit) if length)
-        raise ValueError(
-            f"a sequence of {seq_len} tokens cannot be cut into equal parts for parallel.cp={ring * ulysses} "
-            f"(ulysses={ulysses}) and parallel.tp={tp}; nearest legal lengths: {legal}"
-        )
-    tokens = torch.arange(seq_len)
-    if ring > 1:
-        chunks = tokens.view(2 * ring, -1)
-        # Chunk r beside chunk 2 * ring - 1 - r.
-        tokens = torch.stack([chunks[:ring], chunks[ring:].flip(0)], dim=1)
-    return tokens.reshape(ring * ulysses * tp, -1)
 
 
 @dataclass(frozen=True)
@@ -79,9 +55,12 @@ class SplitSequence:
     def whole(self, part_BLX: Tensor) -> Tensor:
         """(B, L, ...) on every rank -> (B, S, ...) in order. No gradient flows through it."""
         parts_NBLX = gather_over_ranks(part_BLX.detach(), self.group_name, self.num_parts)
-        length = part_BLX.shape[1] * self.num_parts
-        order_S = _order_of_all(length, self.ring, self.ulysses, self.tp, part_BLX.device)
-        return parts_NBLX.transpose(0, 1).flatten(1, 2).index_select(1, order_S)
+        by_rank_BSX = parts_NBLX.transpose(0, 1).flatten(1, 2)
+        if self.ring == 1:
+            return by_rank_BSX
+        # Of every ring rank the early and the late chunk; the late ones go down as the ranks go up.
+        chunks = by_rank_BSX.unflatten(1, (self.ring, 2, -1))
+        return torch.cat([chunks[:, :, 0], chunks[:, :, 1].flip(1)], dim=1).flatten(1, 2)
 
     def whole_from_attention(self, part_BCX: Tensor) -> Tensor:
         """(B, C, ...), alike on the tp ranks of a part -> (B, S, ...) in order. No gradient flows through it."""
@@ -93,22 +72,32 @@ class SplitSequence:
         return sum_over_ranks(values, self.group_name)
 
     def _take(self, whole_BSX: Tensor, first: int, end: int) -> Tensor:
-        """The tokens of some ranks."""
-        place = whole_BSX.shape[1], self.ring, self.ulysses, self.tp
-        return whole_BSX.index_select(1, _tokens_of(*place, first, end, whole_BSX.device))
+        """The tokens of these ranks, all of one ring rank.
 
+        Slices, and no table of indices: its copy from the host's memory would make the host wait for the device.
+        """
+        seq_len = whole_BSX.shape[1]
+        self._check(seq_len)
+        length = seq_len // self.num_parts
+        ring_rank, place = divmod(first, self.ulysses * self.tp)
+        # Within what the ring rank has.
+        begin, stop = place * length, (place + end - first) * length
+        if self.ring == 1:
+            return whole_BSX[:, begin:stop].contiguous()
+        chunk = seq_len // (2 * self.ring)
+        runs: list[Tensor] = []
+        for number, start in enumerate((ring_rank * chunk, (2 * self.ring - 1 - ring_rank) * chunk)):
+            low, high = max(begin - number * chunk, 0), min(stop - number * chunk, chunk)
+            if low < high:
+                runs.append(whole_BSX[:, start + low : start + high])
+        return torch.cat(runs, dim=1)
 
-# Both are kept where they are used: a copy from the host's memory would make it wait for all that the device has to do.
-
-
-@functools.lru_cache(maxsize=64)
-def _tokens_of(seq_len: int, ring: int, ulysses: int, tp: int, first: int, end: int, device: torch.device) -> Tensor:
-    # An evaluation may be the first that asks.
-    with torch.inference_mode(False):
-        return token_table(seq_len, ring, ulysses, tp)[first:end].flatten().to(device)
-
-
-@functools.lru_cache(maxsize=16)
-def _order_of_all(seq_len: int, ring: int, ulysses: int, tp: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return token_table(seq_len, ring, ulysses, tp).flatten().argsort().to(device)
+    def _check(self, seq_len: int) -> None:
+        if seq_len % self.unit == 0:
+            return
+        below = seq_len // self.unit * self.unit
+        legal = " or ".join(str(length) for length in (below, below + self.unit) if length)
+        raise ValueError(
+            f"a sequence of {seq_len} tokens cannot be cut into equal parts for parallel.cp={self.ring * self.ulysses} "
+            f"(ulysses={self.ulysses}) and parallel.tp={self.tp}; nearest legal lengths: {legal}"
+        )

@@ -138,7 +138,8 @@ class GroupedExperts(nn.Module):
         # Where memory behind the last pair is undefined, it must be zero before it meets anything.
         ends_E = None if exact else pairs.offsets_E
         weights = w_gate_up, w_down, b_gate_up, b_down
-        if self.recipe is not None and self.recipe.fused and self._is_plain:
+        if self._is_low_precision:
+            assert self.recipe is not None
             return low_precision_experts(
                 rows_RD, weights_RK, w_gate_up, w_down, pairs, self.config.activation, self.recipe
             )
@@ -174,6 +175,16 @@ class GroupedExperts(nn.Module):
         """Whether `forward` can have rows of this kind travel: fused kernels compute, and there is nothing to add."""
         fused = resolve_backend(self.config.backend, dtype, device) == "fused"
         return fused and self.recipe is None and self._is_plain
+
+    def bears_bounds(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether a bound on the pairs costs `forward` as good as nothing, since its kernels stop at the last one."""
+        fused = resolve_backend(self.config.backend, dtype, device) == "fused"
+        return self._is_low_precision or (fused and not self.config.scores_before_experts)
+
+    @property
+    def _is_low_precision(self) -> bool:
+        """Whether kernels of a recipe's own do it all."""
+        return self.recipe is not None and self.recipe.fused and self._is_plain
 
     @property
     def _is_plain(self) -> bool:

@@ -37,7 +37,7 @@ from moe.exchanged_experts import Through, depart
 from moe.experts import GroupedExperts
 from moe.feed_forward import FeedForward
 from moe.load_balance import batch_aux_loss, count_tokens, sequence_aux_loss, z_loss
-from moe.router import Routing, route, validate_routing
+from moe.router import Routing, most_pairs, route, validate_routing
 
 
 class BalanceScale(NamedTuple):
@@ -143,7 +143,7 @@ class MoE(nn.Module):
         )
         tokens = self.gather_tokens(x_TD, routing)
         # 2. plan
-        plan = self.plan(tokens.ids_TK, mask_T)
+        plan = self.plan(tokens.ids_TK, mask_T, x_BSD)
         through = self.way_through(plan, x_TD)
         if through is not None:
             # Rows travel while tokens are counted and the shared expert computes.
@@ -185,7 +185,7 @@ class MoE(nn.Module):
         # With etp results are partial sums.
         return y_TD if self.etp_group is None else reduce_scatter(y_TD, 0, self.etp_group.group_name)
 
-    def plan(self, ids_TK: Tensor, mask_T: Tensor | None = None) -> Plan:
+    def plan(self, ids_TK: Tensor, mask_T: Tensor | None, x_BSD: Tensor) -> Plan:
         """Step 2: who sends which rows to whom."""
         if self.exchange is not None:
             room = self.pair_room(self.exchange)
@@ -193,10 +193,13 @@ class MoE(nn.Module):
                 return plan_records(ids_TK, self.experts_per_rank, self.exchange, self.number, room)
             return plan_exchange(ids_TK, self.experts_per_rank, self.exchange, self.number, room, self.chunks)
         items_TN = items_by_rank(ids_TK, self.num_ranks, self.experts_per_rank)
-        every_id_used = self.config.capacity_factor is None and mask_T is None
-        # One GPU with padding or a capacity makes room for all ids: to ask how many are left, the host would wait.
-        num_items = ids_TK.numel() if every_id_used or ids_TK.is_cuda else None
-        return plan_dispatch(items_TN, self.nodes or self.ep_group, num_items, every_id_used)
+        exact = self.config.capacity_factor is None and mask_T is None
+        bounded = x_BSD.is_cuda and self.experts.bears_bounds(x_BSD.dtype, x_BSD.device)
+        most = ids_TK.numel()
+        if bounded and self.sequence is None:
+            most = most_pairs(self.config, ids_TK.shape[0], x_BSD.shape[1])
+        # One GPU makes room for the most: to ask how many padding and capacity leave, the host would wait.
+        return plan_dispatch(items_TN, self.nodes or self.ep_group, most if exact or bounded else None, exact)
 
     def way_through(self, plan: Plan, x_TD: Tensor) -> Through | None:
         """How rows travel while experts compute; None where steps 3 to 5 are taken one by one."""

@@ -138,6 +138,14 @@ def expert_capacity(config: MoEConfig, seq_len: int) -> int:
     return math.ceil(round(share, 6))
 
 
+def most_pairs(config: MoEConfig, num_tokens: int, seq_len: int) -> int:
+    """How many pairs `route` can leave of so many tokens, in whole sequences of that length."""
+    pairs = num_tokens * config.top_k
+    if config.capacity_factor is None:
+        return pairs
+    return min(pairs, num_tokens // seq_len * config.num_experts * expert_capacity(config, seq_len))
+
+
 def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, token_mask_T: Tensor | None) -> Tensor:
     if token_mask_T is not None:
         # Whatever padding rows hold (NaN even), they must reach neither the scores nor the gradient of the weight.

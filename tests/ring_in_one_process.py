@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from comms.split_sequence import token_table
 from parallel.block_attention import Rule
 from parallel.ring_attention import _unpack, backward_of, forward_over
+from tests.token_table import token_table
 
 
 def ring_in_one_process(

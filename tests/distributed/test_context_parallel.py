@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from comms.split_sequence import token_table
 from parallel import ring_attention
 from parallel.activation_checkpoint import apply_activation_checkpoint
 from parallel.context_parallel import ContextParallel, context_attention
 from tests.distributed.harness import run_workers
+from tests.token_table import token_table
 from trainer.models.inner_attention import reference_attention
 
 BOUND = 1e-12

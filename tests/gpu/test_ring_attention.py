@@ -15,12 +15,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from comms.split_sequence import token_table
 from parallel.block_attention import Rule, Tile, attend, choose_kernel
 from parallel.context_parallel import ContextParallel, context_attention
 from parallel.process_group import process_group
 from parallel.ring_attention import backward_of, forward_over
 from tests.ring_in_one_process import ring_in_one_process, visible
+from tests.token_table import token_table
 from trainer.models.config import AttentionConfig
 from trainer.models.inner_attention import plan_sequences, reference_attention
 from trainer.worker_pool import free_port

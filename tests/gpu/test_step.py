@@ -19,10 +19,10 @@ from trainer.parity import synthetic_batches
 from trainer.step import train_step
 
 
-def steps_wait_for_nothing(parallel: ParallelConfig, device: torch.device) -> None:
+def steps_wait_for_nothing(parallel: ParallelConfig, device: torch.device, *, force_balance: bool = False) -> None:
     mesh = build_mesh(parallel, device)
     train = TrainConfig(global_batch_size=4, micro_batch_size=2, seq_len=64)
-    model_config = tiny_model(force_balance=False)
+    model_config = tiny_model(force_balance)
     config = Config(model=model_config, parallel=mesh.config, train=train, precision=PrecisionConfig("bf16"))
     model = build_model(config, mesh)
     optimizer = build_optimizer(model, config.optim)
@@ -56,13 +56,20 @@ def tp2_native(device: torch.device) -> None:
         steps_wait_for_nothing(ParallelConfig(tp=2, async_tp="native"), device)
 
 
+def tp2_native_compiled(device: torch.device) -> None:
+    """By position, for which the router asks where in its sequence a token is."""
+    parallel = ParallelConfig(tp=2, async_tp="native", compile=True)
+    with temporary_groups(), patch.multiple(async_tp, GATHER_WORK=0, SCATTER_WORK=0):
+        steps_wait_for_nothing(parallel, device, force_balance=True)
+
+
 def ulysses2(device: torch.device) -> None:
     with temporary_groups():
         steps_wait_for_nothing(ParallelConfig(cp=2, ulysses=2), device)
 
 
 # Where experts are spread, collectives wait for counts, once per layer.
-LAYOUTS: list[Check] = [tp2, tp2_native, ulysses2]
+LAYOUTS: list[Check] = [tp2, tp2_native, tp2_native_compiled, ulysses2]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from comms.all_to_all import DispatchPlan, plan_dispatch
 from moe.config import MoEConfig
 from moe.layer import BalanceScale, MoE
 from moe.reference import reference_moe
+from moe.router import expert_capacity, most_pairs
 
 DIM, SEQ, BATCH = 16, 12, 3
 SOFTMAX = MoEConfig(num_experts=8, top_k=2, expert_dim=8, aux_loss=0.3, z_loss=0.2)
@@ -252,6 +253,21 @@ def test_a_bound_on_the_pairs_is_as_good_as_their_number(name: str, monkeypatch:
 
     monkeypatch.setattr(moe.layer, "plan_dispatch", bounded)
     assert all(torch.equal(a, b) for a, b in zip(run(), exact, strict=True)) and bounds
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 1.0, 3.0, None])
+def test_the_most_that_a_capacity_leaves_is_left_when_all_choose_alike(factor: float | None) -> None:
+    config = replace(SOFTMAX, capacity_factor=factor)
+    routing = build(config).route(
+        sample()[:, :1].expand(-1, SEQ, -1).flatten(0, 1), torch.zeros(config.num_experts, DIM).double(), None, config,
+        seq_len=SEQ,
+    )  # fmt: skip
+    kept, most = int((routing.topk_ids_TK >= 0).sum()), most_pairs(config, BATCH * SEQ, SEQ)
+    full = BATCH * SEQ * config.top_k
+    assert kept <= most <= full and (most == full) == (factor is None or factor >= 1)
+    if factor is not None and factor < 1:
+        capacity = expert_capacity(config, SEQ)
+        assert most == BATCH * config.num_experts * capacity and kept == BATCH * config.top_k * capacity
 
 
 def test_single_expert_and_zero_tokens() -> None:

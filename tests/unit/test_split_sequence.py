@@ -1,27 +1,45 @@
-"""Tokens of a rank: the tables that say which are kept on the device that asked."""
+"""Tokens of a rank are those that a table of all ranks names, and gathering them gives the sequence back."""
 
+import itertools
+from unittest.mock import patch
+
+import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from comms.split_sequence import SplitSequence, token_table
+from comms import split_sequence
+from comms.split_sequence import SplitSequence
+from tests.token_table import token_table
 
-
-def test_a_rank_takes_what_its_table_says() -> None:
-    whole_BS = torch.stack([torch.arange(16), torch.arange(16) + 100])
-    table_NL = token_table(16, 2, 1, 2)
-    for rank in range(4):
-        place = SplitSequence(2, 1, 2, rank, "")
-        assert place.part(whole_BS).tolist() == whole_BS[:, table_NL[rank]].tolist()
-        tokens = torch.cat([table_NL[rank // 2 * 2], table_NL[rank // 2 * 2 + 1]])
-        assert place.attention_part(whole_BS).tolist() == whole_BS[:, tokens].tolist()
+PLACES = [place for place in itertools.product((1, 2, 3), (1, 2), (1, 2, 4)) if place != (1, 1, 1)]
 
 
-def test_a_table_is_made_once_per_device_and_trains_after_an_evaluation() -> None:
-    """Made for every batch, it would be copied to the device every time, and the host would wait for that."""
-    place, x_BS = SplitSequence(1, 1, 2, 1, ""), torch.randn(1, 12, requires_grad=True)
-    with torch.inference_mode():
-        place.part(torch.randn(1, 12))
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        place.part(x_BS).sum().backward()
-    assert x_BS.grad is not None and x_BS.grad.tolist() == [[0.0] * 6 + [1.0] * 6]
-    assert "aten::arange" not in {event.key for event in seen.key_averages()}
+@pytest.mark.parametrize(("ring", "ulysses", "tp"), PLACES)
+def test_a_rank_takes_what_the_table_says(ring: int, ulysses: int, tp: int) -> None:
+    seq_len = 2 * SplitSequence(ring, ulysses, tp, 0, "").unit
+    whole_BSX = torch.randn(3, seq_len, 2)
+    table_NL, num_ranks = token_table(seq_len, ring, ulysses, tp), ring * ulysses * tp
+    parts = []
+    for rank in range(num_ranks):
+        place = SplitSequence(ring, ulysses, tp, rank, "")
+        parts.append(place.part(whole_BSX))
+        assert torch.equal(parts[-1], whole_BSX[:, table_NL[rank]]) and parts[-1].is_contiguous()
+        mates = table_NL[rank // tp * tp : (rank // tp + 1) * tp].flatten()
+        assert torch.equal(place.attention_part(whole_BSX), whole_BSX[:, mates])
+    with patch.object(split_sequence, "gather_over_ranks", lambda *_: torch.stack(parts)):
+        assert torch.equal(SplitSequence(ring, ulysses, tp, 0, "").whole(parts[0]), whole_BSX)
+
+
+def test_no_table_is_made_and_copied() -> None:
+    """Not in a graph, either: route is compiled, and asks in every layer."""
+    place, x_BS = SplitSequence(2, 1, 2, 3, ""), torch.randn(1, 16, requires_grad=True)
+    compiled = torch.compile(place.part, backend="aot_eager", fullgraph=True)
+    with patch.object(torch, "arange", side_effect=AssertionError):
+        part = place.part(x_BS)
+    assert torch.equal(compiled(x_BS), part)
+    part.sum().backward()
+    assert x_BS.grad is not None and x_BS.grad.sum() == 4
+
+
+def test_a_length_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a sequence of 15 tokens cannot be cut .* nearest legal lengths: 8 or 16"):
+        SplitSequence(2, 1, 2, 0, "").part(torch.zeros(1, 15))
