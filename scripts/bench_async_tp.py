@@ -224,19 +224,17 @@ def measure(arguments: argparse.Namespace, case: Case, device: torch.device) -> 
     set_pieces(case.piece_rows)
     sides = sides_of(case, device, arguments.sides, arguments.recipe)
     times: dict[str, list[list[float]]] = {name: [] for name in sides}
-    hosts: dict[str, list[float]] = {}
+    hosts = {name: [0.0, 0.0] for name in sides}
     calls = 2 if device.type == "cpu" else 10
     # Sides in turn, so that a slower moment is everybody's; the first round loads kernels and connects the ranks.
     for measured in [False] + [True] * arguments.rounds:
         for name, side in sides.items():
-            if not measured:
-                for function in side:
-                    function()
-                hosts[name] = [host_seconds(function, device, calls) for function in side]
             leads = [lead_for(seconds, calls) for seconds in hosts[name]]
             pair = [seconds_of(function, device, calls, lead) for function, lead in zip(side, leads, strict=True)]
             if measured:
                 times[name].append(pair)
+            else:
+                hosts[name] = [host_seconds(function, device, calls // 2) for function in side]
     exact = [sides["nccl"].forward(), *sides["nccl"].backward()] if "nccl" in sides else []
     found: dict[str, dict[str, float | None]] = {}
     for name, pairs in times.items():

@@ -39,6 +39,10 @@ EXPECTED = {
 SPARE, LEAST_FOR_PARITY, PARITY_GRACE = 20, 75, 40
 
 
+# How many times as long as GPUs the parts of a dry run may take.
+PATIENCE = 6
+
+
 class Command(NamedTuple):
     """One program. What it prints goes into a log, its figures into `out`."""
 
@@ -107,7 +111,9 @@ def parts_of(node: Node) -> list[Part]:
         Part("train", [[train_command(node)]], 200, read_train),
         weak_part(node),
     ]
-    return [health, parity_part(node, [health, *others]), *others]
+    parts = [health, parity_part(node, [health, *others]), *others]
+    # A dry run is often beside tests, on few and slow cores.
+    return [part._replace(seconds=PATIENCE * part.seconds) for part in parts] if node.dry_run else parts
 
 
 def parity_part(node: Node, others: Sequence[Part]) -> Part:
@@ -115,7 +121,7 @@ def parity_part(node: Node, others: Sequence[Part]) -> Part:
     names = [part.name for part in others if not part.skipped and (not node.chosen or part.name in node.chosen)]
     left = node.seconds - SPARE - sum(expected(node, name) for name in ["parity", *names])
     seconds = 1 if node.dry_run else max(int(left), LEAST_FOR_PARITY)
-    limit = 130 if node.dry_run else seconds + PARITY_GRACE
+    limit = 60 if node.dry_run else seconds + PARITY_GRACE
     return Part("parity", [[parity_command(node, seconds)]], limit, read_parity)
 
 
@@ -160,7 +166,8 @@ def attention_command(node: Node) -> Command:
 
 def train_command(node: Node) -> Command:
     """Qwen3-30B-A3B beside torchtitan: whole on 8 GPUs, 8 layers on fewer."""
-    words: list[Any] = ["--nproc", train_size(node), "--repeats", 1, "--timeout", 190 if node.dry_run else 95]
+    limit = 95 * PATIENCE if node.dry_run else 95
+    words: list[Any] = ["--nproc", train_size(node), "--repeats", 1, "--timeout", limit]
     if not node.dry_run and trains_alike(node):
         words += ALIKE
     elif not node.dry_run:
@@ -219,7 +226,7 @@ def untrained(file: Path, size: int) -> str:
 
 def weak_steps(node: Node, sizes: Sequence[int]) -> list[list[Command]]:
     """So many GPUs each with as many tokens for each GPU; sizes for which there is room run together."""
-    limit = 140 if node.dry_run else 70
+    limit = 70 * PATIENCE if node.dry_run else 70
     own = ["--layers", 8 if fits_one_gpu(node) else 4, "--local-batch", 2, "--steps", 15]
     visible = _devices(node)
     steps: list[list[Command]] = []

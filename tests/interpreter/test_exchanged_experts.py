@@ -104,10 +104,9 @@ def equal_for_every_number_of_chunks(exchange: Exchange) -> None:
         one = layer_pass(exchange, 1, tokens, **options)
         assert_close(one, layer_pass(None, 1, tokens, **options), 1e-6)
         for chunks in more:
-            ours = layer_pass(exchange, chunks, tokens, **options)
-            # Both outputs, both gradients of x.
-            assert all(torch.equal(a, b) for a, b in zip(ours[:4], one[:4], strict=True))
-            assert_close(ours, one, 1e-6)
+            # Outputs and gradients of x are equal bit for bit on GPUs (tests/gpu/test_chunks.py). Here products are
+            # NumPy's, and on some processors those of a row depend on its place in the tile.
+            assert_close(layer_pass(exchange, chunks, tokens, **options), one, 1e-6)
 
 
 def coded_rows_travel_in_chunks_too(exchange: Exchange) -> None:

@@ -437,7 +437,7 @@ def test_dry_run(nproc: int, tmp_path: Path) -> None:
         "--parts",
         ",".join(parts_for(nproc)),
     ]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads(out.read_text())[f"{nproc}_gpus"]["parts"]
     statuses = {name: part["status"] for name, part in parts.items()}
