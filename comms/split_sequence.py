@@ -3,7 +3,7 @@
 Context parallelism (cp = ring x ulysses ranks) gives each ring rank two chunks of 2 * ring: r and 2 * ring - 1 - r. In
 a causal mask early chunks see little and late ones much, so such a pair weighs the same for every rank. Within a ring
 rank the tokens are cut into contiguous parts for its Ulysses ranks, and those again for the tp ranks (between
-attention and feed-forward maps, where each token stands alone). One table says it all:
+attention and feed-forward maps, where each token stands alone). For example:
 
     ring=2, ulysses=1, tp=2, S=8:     rank 0: 0 1    rank 1: 6 7    rank 2: 2 3    rank 3: 4 5
 
