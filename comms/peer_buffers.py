@@ -157,9 +157,10 @@ class _ScatterViews(NamedTuple):
 class _BufferOutbox:
     def __init__(self, lane: Lane, shape: tuple[int, int, int], like: Tensor) -> None:
         outer, num_rows, width = shape
-        self.lane, self.num_rows = lane, num_rows // lane.size
-        self.pieces = cut_sum(outer, self.num_rows)
-        self.shape, self.dtype = (lane.size, outer, self.num_rows, width), like.dtype
+        self.lane, self.dtype = lane, like.dtype
+        # Of every rank's part.
+        self.shape = lane.size, outer, num_rows // lane.size, width
+        self.pieces = cut_sum(*self.shape[1:3])
         lane.reserve(math.prod(self.shape) * like.element_size())
         self.views = lane.keep(("scatter", self.shape, self.dtype, len(self.pieces)), self._views)
         # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum.

@@ -239,9 +239,9 @@ class _MessageInbox:
 class _MessageOutbox:
     def __init__(self, via: Messages, shape: tuple[int, int, int], like: Tensor) -> None:
         outer, num_rows, width = shape
-        self.via, self.num_rows = via, num_rows // via.size
-        self.pieces = cut_sum(outer, self.num_rows)
-        self.found = like.new_empty(via.size, outer, self.num_rows, width)
+        self.via = via
+        self.found = like.new_empty(via.size, outer, num_rows // via.size, width)
+        self.pieces = cut_sum(*self.found.shape[1:3])
         self.spaces: dict[Part, Tensor] = {}
         self.sent: list[dist.Work] = []
         self.coming: list[tuple[dist.Work, Tensor, Tensor]] = []

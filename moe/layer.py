@@ -194,12 +194,12 @@ class MoE(nn.Module):
             return plan_exchange(ids_TK, self.experts_per_rank, self.exchange, self.number, room, self.chunks)
         items_TN = items_by_rank(ids_TK, self.num_ranks, self.experts_per_rank)
         exact = self.config.capacity_factor is None and mask_T is None
-        bounded = x_BSD.is_cuda and self.experts.bears_bounds(x_BSD.dtype, x_BSD.device)
-        most = ids_TK.numel()
-        if bounded and self.sequence is None:
-            most = most_pairs(self.config, ids_TK.shape[0], x_BSD.shape[1])
-        # One GPU makes room for the most: to ask how many padding and capacity leave, the host would wait.
-        return plan_dispatch(items_TN, self.nodes or self.ep_group, most if exact or bounded else None, exact)
+        num_items = None
+        if exact or self.experts.bears_bounds(x_BSD.dtype, x_BSD.device):
+            # Room for the most: to ask how many ids padding and capacity leave, the host would wait for the device.
+            whole_sequences = self.sequence is None
+            num_items = most_pairs(self.config, ids_TK.shape[0], x_BSD.shape[1]) if whole_sequences else ids_TK.numel()
+        return plan_dispatch(items_TN, self.nodes or self.ep_group, num_items, exact)
 
     def way_through(self, plan: Plan, x_TD: Tensor) -> Through | None:
         """How rows travel while experts compute; None where steps 3 to 5 are taken one by one."""

@@ -37,8 +37,6 @@ EXPECTED = {
 # Seconds that are left for parts that take longer than that; the least in which parity begins layouts; and what it may
 # take besides, in which it also gives up a layout that is stuck.
 SPARE, LEAST_FOR_PARITY, PARITY_GRACE = 20, 75, 40
-
-
 # How many times as long as GPUs the parts of a dry run may take.
 PATIENCE = 6
 

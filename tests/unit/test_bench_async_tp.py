@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from scripts.bench_async_tp import SIDES, cases_of, main, parse_arguments
+from scripts.bench_times import LEAD, MOST_LEAD, lead_for
 from scripts.tp_blocks import trace_step
 
 
@@ -31,7 +32,7 @@ def test_dry_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         for side in ("ours",):
             # fp32 in another order of sums.
             assert case["sides"][side]["error"] < 1e-5
-            assert case["sides"][side]["backward_ms"] > 0
+            assert case["sides"][side]["backward_ms"] > 0 and case["sides"][side]["host_ms"] > 0
     assert result["block"] == result["block_host"] == {}
 
 
@@ -53,6 +54,13 @@ def test_the_second_step_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with gzip.open(tmp_path / "new" / "blocks.json.gz") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert len(steps) == 2 and names.count("aten::cumsum") == 1
+
+
+def test_a_pause_hides_the_launches_of_all_calls() -> None:
+    assert lead_for(0.0, 10) == LEAD
+    assert 11 * 0.003 < lead_for(0.003, 10) < MOST_LEAD
+    # A host that waits for the device takes as long as that: it would pause for longer and longer.
+    assert lead_for(1.0, 10) == MOST_LEAD
 
 
 def test_cases() -> None:
