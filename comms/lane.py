@@ -87,7 +87,13 @@ class Lane:
 
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A rank's buffer as numbers of this shape."""
-        return self.keep((rank, shape, dtype), lambda: self.handle.get_buffer(rank, shape, dtype))
+
+        def make() -> Tensor:
+            # An evaluation may be the first that asks: training could not write to what inference mode makes.
+            with torch.inference_mode(False):
+                return self.handle.get_buffer(rank, shape, dtype)
+
+        return self.keep((rank, shape, dtype), make)
 
     def now(self) -> Moment:
         """What the current stream has been given so far."""

@@ -27,8 +27,9 @@ class FakeHandle:
         self.rank, self.shared = rank, shared
 
     def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype) -> Tensor:
-        count = torch.Size(sizes).numel() * dtype.itemsize
-        return self.shared["buffers"][rank][:count].view(dtype).view(*sizes)
+        # A new tensor over old memory, as GPUs have it: in inference mode it is one of inference.
+        memory, count = self.shared["buffers"][rank].numpy(), torch.Size(sizes).numel()
+        return torch.frombuffer(memory, dtype=dtype, count=count).view(*sizes)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         self._turn((dst_rank, channel, self.rank), False)
@@ -63,7 +64,7 @@ def threaded_lanes(size: int) -> list[PeerBuffers]:
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_lanes_of_buffers_compute_the_same(size: int) -> None:
-    """Sizes grow and shrink; a gather is open while a scatter runs, as in backward."""
+    """Sizes grow and shrink; a gather is open while a scatter runs, as in backward; training comes after inference."""
     ranks, failures = threaded_lanes(size), []
     generator = torch.Generator().manual_seed(0)
     rounds = []
@@ -72,28 +73,34 @@ def test_lanes_of_buffers_compute_the_same(size: int) -> None:
         wide = torch.randn(size, 2, size * rows, 6, generator=generator, dtype=torch.float64)
         weights = torch.randn(2, size, 4, 6, generator=generator, dtype=torch.float64)
         rounds.append((shards, wide, weights))
+    assert rounds[3][0].shape == rounds[4][0].shape, "the fourth makes the views that the fifth writes to"
+
+    def check(rank: int, chooser: random.Random, shards: Tensor, wide: Tensor, weights: Tensor) -> None:
+        up, down = weights
+        whole = shards.transpose(0, 1).flatten(1, 2)
+        inbox = ranks[rank].gather(shards[rank])
+        time.sleep(chooser.random() * 0.01)
+        outbox = ranks[rank].scatter((*wide[rank].shape[:2], down[rank].shape[0]), shards[rank])
+        _multiply_and_send(outbox, [wide[rank]], [down[rank].t()], [PlainProduct()])
+        time.sleep(chooser.random() * 0.01)
+        gathered = whole.new_empty(*whole.shape[:2], up[rank].shape[1])
+        for rows, block in inbox.blocks():
+            PlainProduct().multiply(block, up[rank], gathered[:, rows])
+        torch.testing.assert_close(gathered, whole @ up[rank], rtol=1e-12, atol=1e-12)
+        assert torch.equal(inbox.whole(), whole)
+        products = outbox.total()
+        outbox.close()
+        inbox.close()
+        count = shards.shape[2]
+        parts = [(wide[r] @ down[r].t())[:, rank * count : (rank + 1) * count] for r in range(size)]
+        torch.testing.assert_close(products, sum(parts), rtol=1e-12, atol=1e-12)
 
     def work(rank: int) -> None:
         chooser = random.Random(rank)
         try:
-            for shards, wide, (up, down) in rounds:
-                whole = shards.transpose(0, 1).flatten(1, 2)
-                inbox = ranks[rank].gather(shards[rank])
-                time.sleep(chooser.random() * 0.01)
-                outbox = ranks[rank].scatter((*wide[rank].shape[:2], down[rank].shape[0]), shards[rank])
-                _multiply_and_send(outbox, [wide[rank]], [down[rank].t()], [PlainProduct()])
-                time.sleep(chooser.random() * 0.01)
-                gathered = whole.new_empty(*whole.shape[:2], up[rank].shape[1])
-                for rows, block in inbox.blocks():
-                    PlainProduct().multiply(block, up[rank], gathered[:, rows])
-                torch.testing.assert_close(gathered, whole @ up[rank], rtol=1e-12, atol=1e-12)
-                assert torch.equal(inbox.whole(), whole)
-                products = outbox.total()
-                outbox.close()
-                inbox.close()
-                count = shards.shape[2]
-                parts = [(wide[r] @ down[r].t())[:, rank * count : (rank + 1) * count] for r in range(size)]
-                torch.testing.assert_close(products, sum(parts), rtol=1e-12, atol=1e-12)
+            for number, data in enumerate(rounds):
+                with torch.inference_mode(number == 3):
+                    check(rank, chooser, *data)
         except BaseException as error:
             failures.append((rank, repr(error)))
 
