@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as redistribute
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from comms.peer_buffers import forget_buffers
@@ -67,8 +68,12 @@ def temporary_groups() -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """torch remembers meshes in many caches, one of them in C++; an equal mesh made later must not meet them."""
+    """torch remembers meshes in many caches, one of them in C++; an equal mesh made later must not meet them.
+
+    And a mesh that is remembered keeps its groups, whose threads look for messages a hundred times per second.
+    """
     _clear_sharding_prop_cache()
+    MeshTopoInfo.build_from_mesh.cache_clear()
     redistribute._gen_transform_infos.cache_clear()
     getattr(redistribute, "_planner_cache", {}).clear()
     # Meshes and their groups refer to each other.

@@ -1,4 +1,4 @@
-"""A worker that crashes is run again, once, and it is told."""
+"""A worker that crashes is run again, once, and it is told; what a task leaves behind."""
 
 import os
 import signal
@@ -6,7 +6,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed.harness import run_workers
 from trainer.worker_pool import WorkerError
@@ -33,3 +36,22 @@ def test_what_crashes_again_and_what_was_killed_are_failures(
     with pytest.warns(UserWarning) if runs > 1 else nullcontext(), pytest.raises(WorkerError, match="exit code"):
         run_workers(crash_until, 2, str(tmp_path), times, number)
     assert len(os.listdir(tmp_path)) == runs
+
+
+def multiply_over_a_mesh() -> int:
+    """Returns how many threads wait for messages meanwhile."""
+    x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)])
+    (x @ x).full_tensor()
+    return message_loops()
+
+
+def message_loops() -> int:
+    names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop")
+
+
+def test_groups_of_a_task_end_with_it() -> None:
+    """Each has a thread that looks for messages a hundred times per second: hundreds would take a core."""
+    (before,) = set(run_workers(message_loops, 4))
+    assert min(run_workers(multiply_over_a_mesh, 4)) >= before + 2
+    assert set(run_workers(message_loops, 4)) == {before}
