@@ -119,9 +119,10 @@ def _my_group(groups: list[list[int]]) -> dist.ProcessGroup:
 
 
 def _parallel_dims(config: ParallelConfig, world_size: int, device: torch.device) -> Any:
-    # Imported here: torchtitan takes seconds to import, and its device detection assumes CUDA.
-    from torchtitan.distributed import parallel_dims
+    # Imported here: it takes a second, which whoever only checks a configuration does without.
+    from parallel.torchtitan_dims import parallel_dims
 
+    # What it found assumes CUDA.
     parallel_dims.device_type = device.type
 
     class Dims(parallel_dims.ParallelDims):

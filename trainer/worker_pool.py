@@ -1,6 +1,6 @@
 """Processes that are started once and then run one function after another, all together, in one process group.
 
-Importing torch and torchtitan takes far longer than a tiny training step, so whoever compares many layouts
+Importing torch and the trainer takes far longer than a tiny training step, so whoever compares many layouts
 (scripts/parity.py, the distributed tests) starts a pool once, and on CPUs all of its processes are forked from a server
 that has imported them. The functions must live at module level: they are pickled by name.
 
@@ -39,7 +39,7 @@ STACK_SIGNAL, STACK_SECONDS = signal.SIGUSR2, 1.0
 # As much as a pipe holds.
 STACK_BYTES = 2**16
 # Imported once for all processes on CPUs. Importing them starts no thread, so that forking is safe.
-PRELOADED = ["torchtitan.distributed.parallel_dims", "torch.distributed.fsdp", "torch.distributed.tensor"]
+PRELOADED = ["trainer.trainer", "parallel.torchtitan_dims", "torch.distributed.fsdp", "torch.distributed.tensor"]
 
 
 class WorkerError(RuntimeError):
