@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from multiprocessing.forkserver import _forkserver
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from scripts.tp_blocks import trace_step
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "async_tp_cpu.json"
+    # A server of an earlier test would have ranks write to where that test's words go.
+    _forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
     # Blocks of a model are among the parts of test_bench_node.py's dry run.
     assert main(["--dry-run", "--json", "--no-block", "--commit", "abc", "--out", str(file)]) == 0
     told = capfd.readouterr()
