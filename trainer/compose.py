@@ -273,8 +273,10 @@ def _apply(tree: DictConfig, override: Override) -> DictConfig:
     nested: Any = override.value()
     for part in reversed(key.split(".")):
         nested = {part: nested}
+    # In place: OmegaConf.merge would copy the whole tree for each word, which takes longer than all else here.
     with _readable_errors():
-        return OmegaConf.merge(tree, nested)  # type: ignore[return-value]
+        tree.merge_with(nested)
+    return tree
 
 
 def _delete(tree: DictConfig, key: str) -> DictConfig:
