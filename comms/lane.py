@@ -89,7 +89,7 @@ class Lane:
         """A rank's buffer as numbers of this shape."""
 
         def make() -> Tensor:
-            # An evaluation may be the first that asks: training could not write to what inference mode makes.
+            # Whoever asks first may be in inference mode: training could not write to what is made there.
             with torch.inference_mode(False):
                 return self.handle.get_buffer(rank, shape, dtype)
 

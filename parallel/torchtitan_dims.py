@@ -9,9 +9,14 @@ import importlib.util
 import sys
 from typing import Any
 
+# Registers the backend of axes of size 1, which the start of the package would bring.
+import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
 
 def import_alone(name: str) -> Any:
     """A module of a package whose own start does not run. Whoever imports the package later begins anew.
+
+    Meanwhile the package is not whole: no other thread may import it.
 
     Raises:
         ModuleNotFoundError: there is no such package, or no such module in it.

@@ -2,7 +2,7 @@
 
     python scripts/bench_recipes.py                                 the demo model, 300 steps, on every GPU there is
     python scripts/bench_recipes.py --picture docs/recipes.svg      the curves as a picture, too
-    python scripts/bench_recipes.py --recipes bf16,mxfp8 optim.seed=2  some recipes; overrides of the run's config
+    python scripts/bench_recipes.py --recipes bf16,mxfp8 run.seed=2  some recipes; overrides of the run's config
     python scripts/bench_recipes.py --dry-run                       two steps on the CPU
 
 Each recipe is one run of trainer.train on one device (runs on as many devices as there are go side by side). `final` is

@@ -21,8 +21,9 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +39,11 @@ FAILURE_SECONDS = 1.0
 STACK_SIGNAL, STACK_SECONDS = signal.SIGUSR2, 1.0
 # As much as a pipe holds.
 STACK_BYTES = 2**16
-# Imported once for all processes on CPUs. Importing them starts no thread, so that forking is safe.
-PRELOADED = ["trainer.trainer", "parallel.torchtitan_dims", "torch.distributed.fsdp", "torch.distributed.tensor"]
+# The folder of this checkout: others may be installed, or lie where a program is started.
+ROOT = Path(__file__).resolve().parents[1]
+# Imported once for all processes on CPUs. Importing them starts no thread but idle ones of NumPy, so that forking is
+# safe.
+PRELOADED = ["parallel.process_group", "trainer.trainer", "parallel.torchtitan_dims", "torch.distributed.fsdp"]
 
 
 class WorkerError(RuntimeError):
@@ -56,6 +60,8 @@ class WorkerPool:
     def __init__(self, world_size: int, device: str = "cpu") -> None:
         context = _context(device)
         port = free_port()
+        # What programs that a worker starts find: the server has its own.
+        paths = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
         self.broken = False
         self.pipes: list[Connection] = []
         # Through which a rank that a signal ends, or that is asked by one, tells where it was.
@@ -64,7 +70,7 @@ class WorkerPool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             stack, their_stack = context.Pipe(duplex=False)
-            args = (rank, world_size, port, device, theirs, their_stack)
+            args = (rank, world_size, port, device, theirs, their_stack, paths)
             process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -154,16 +160,31 @@ def _context(device: str) -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # What the server knows about GPUs its children would believe.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
+    # What the server knows about GPUs its children would believe. Its modules are theirs, too, and it does not look for
+    # them where its starter does.
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with _environment({"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}):
         multiprocessing.forkserver.ensure_running()
-    finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        if visible is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
     return context
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str | None]) -> Iterator[None]:
+    """These environment variables for a while; None: not set."""
+    before = {name: os.environ.get(name) for name in values}
+    _set_environment(values)
+    try:
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _failure_message(
@@ -188,7 +209,16 @@ def _last_word(failure: str) -> str:
     return lines[0] if lines[0].startswith("the process died") else lines[-1]
 
 
-def _work(rank: int, world_size: int, port: int, device: str, pipe: Connection, stack: Connection) -> None:
+def _work(
+    rank: int,
+    world_size: int,
+    port: int,
+    device: str,
+    pipe: Connection,
+    stack: Connection,
+    paths: dict[str, str | None],
+) -> None:
+    _set_environment(paths)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

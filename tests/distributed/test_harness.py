@@ -1,7 +1,9 @@
-"""A worker that crashes is run again, once, and it is told; what a task leaves behind."""
+"""A worker that crashes is run again, once, and it is told; whose code workers run, and what a task leaves behind."""
 
 import os
 import signal
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed.harness import run_workers
+from trainer.parity import full
 from trainer.worker_pool import WorkerError
 
 
@@ -41,7 +44,7 @@ def test_what_crashes_again_and_what_was_killed_are_failures(
 def multiply_over_a_mesh() -> int:
     """Returns how many threads wait for messages meanwhile."""
     x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)])
-    (x @ x).full_tensor()
+    full(x @ x)
     return message_loops()
 
 
@@ -55,3 +58,33 @@ def test_groups_of_a_task_end_with_it() -> None:
     (before,) = set(run_workers(message_loops, 4))
     assert min(run_workers(multiply_over_a_mesh, 4)) >= before + 2
     assert set(run_workers(message_loops, 4)) == {before}
+
+
+ASK = """
+import os, sys
+sys.path.insert(0, {root!r})
+import trainer.trainer
+from trainer.worker_pool import WorkerPool
+
+def place():
+    return trainer.trainer.__file__, os.environ.get("PYTHONPATH"), os.environ.get("PYTHONSAFEPATH")
+
+if __name__ == "__main__":
+    print(WorkerPool(1).run(place)[0])
+"""
+
+
+def test_workers_run_the_code_of_whoever_started_them(tmp_path: Path) -> None:
+    """And not what has its name where the program is started, or on its path."""
+    root = Path(__file__).resolve().parents[2]
+    (tmp_path / "elsewhere").mkdir()
+    for decoy in (tmp_path / "trainer.py", tmp_path / "elsewhere" / "trainer.py"):
+        decoy.write_text("raise RuntimeError('another trainer')")
+    (tmp_path / "scripts").mkdir()
+    program = tmp_path / "scripts" / "ask.py"
+    program.write_text(ASK.format(root=str(root)))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "elsewhere")}
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    expected = str(root / "trainer" / "trainer.py"), str(tmp_path / "elsewhere"), None
+    assert done.stdout.strip() == str(expected), done.stderr

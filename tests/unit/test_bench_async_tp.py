@@ -11,12 +11,14 @@ import torch
 from scripts.bench_async_tp import SIDES, cases_of, main, parse_arguments
 from scripts.bench_times import LEAD, MOST_LEAD, lead_for
 from scripts.tp_blocks import trace_step
+from tests.distributed.harness import end_workers
 
 
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "async_tp_cpu.json"
-    # A server of an earlier test would have ranks write to where that test's words go.
+    # A server of an earlier test would have ranks write to where that test's words go; it ends once its workers have.
+    end_workers()
     _forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
     # Blocks of a model are among the parts of test_bench_node.py's dry run.
     assert main(["--dry-run", "--json", "--no-block", "--commit", "abc", "--out", str(file)]) == 0

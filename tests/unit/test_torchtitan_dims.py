@@ -49,9 +49,10 @@ def test_a_package_that_is_there_is_used(package: str, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_a_trainer_starts_without_the_compiler_and_torchtitan_s_models() -> None:
     code = (
-        "import sys, trainer.trainer, parallel.torchtitan_dims as dims\n"
-        "print(dims.parallel_dims.ParallelDims.__name__)\n"
+        "import sys, parallel.torchtitan_dims as dims, torch.distributed as dist\n"
+        "print(dims.parallel_dims.ParallelDims.__name__, 'FAKE' in dist.Backend._plugins)\n"
+        "import trainer.trainer\n"
         "print([name for name in sys.modules if name.startswith(('torchtitan', 'torch._inductor.lowering'))])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines() == ["ParallelDims", "[]"], done.stderr
+    assert done.stdout.splitlines() == ["ParallelDims True", "[]"], done.stderr
