@@ -60,8 +60,8 @@ class WorkerPool:
     def __init__(self, world_size: int, device: str = "cpu") -> None:
         context = _context(device)
         port = free_port()
-        # What programs that a worker starts find: the server has its own.
-        paths = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
+        # For programs that a worker starts: the server has values of its own.
+        search = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
         self.broken = False
         self.pipes: list[Connection] = []
         # Through which a rank that a signal ends, or that is asked by one, tells where it was.
@@ -70,7 +70,7 @@ class WorkerPool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             stack, their_stack = context.Pipe(duplex=False)
-            args = (rank, world_size, port, device, theirs, their_stack, paths)
+            args = (rank, world_size, port, device, theirs, their_stack, search)
             process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -162,8 +162,8 @@ def _context(device: str) -> Any:
     context.set_forkserver_preload(PRELOADED)
     # What the server knows about GPUs its children would believe. Its modules are theirs, too, and it does not look for
     # them where its starter does.
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with _environment({"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with _environment({"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}):
         multiprocessing.forkserver.ensure_running()
     return context
 
@@ -216,9 +216,9 @@ def _work(
     device: str,
     pipe: Connection,
     stack: Connection,
-    paths: dict[str, str | None],
+    search: dict[str, str | None],
 ) -> None:
-    _set_environment(paths)
+    _set_environment(search)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
