@@ -17,7 +17,8 @@ for _name in ("SLUICEGATE_RUN_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RANK"
 def _gpus_needed(item: pytest.Item) -> int:
     multi = item.get_closest_marker("multi_gpu")
     if multi is not None:
-        return multi.args[0] if multi.args else 2
+        share = multi.kwargs.get("may_share") and os.environ.get("SHARE_GPU") == "1"
+        return 1 if share else (*multi.args, 2)[0]
     return 1 if item.get_closest_marker("gpu") is not None else 0
 
 

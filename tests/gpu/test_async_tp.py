@@ -31,7 +31,7 @@ from tests.gpu.two_ranks import NUM_RANKS, Check, assert_passed, run_checks, set
 from trainer.parity import compare, relative_error, trace_layout
 from trainer.worker_pool import free_port
 
-pytestmark = pytest.mark.multi_gpu
+pytestmark = pytest.mark.multi_gpu(2, may_share=True)
 
 BOUNDS = {torch.float64: 1e-12, torch.bfloat16: 6e-3}
 # No plain path, and only that.

@@ -24,7 +24,7 @@ from parallel.expert_parallel import share_saved
 from tests.gpu.two_backends import TOP_K, make_exchange
 from tests.gpu.two_ranks import NUM_RANKS, Check, assert_passed, run_checks
 
-pytestmark = pytest.mark.multi_gpu(2)
+pytestmark = pytest.mark.multi_gpu(2, may_share=True)
 
 EXPERTS_PER_RANK, WIDTH, HIDDEN, MAX_TOKENS = 16, 512, 256, 4096
 CHUNKS = (1, 2, 4)

@@ -5,7 +5,6 @@ test_attention.py: outputs and gradients in bf16 carry a few roundings of 2e-3 t
 wrongly moves them by 1e-1 or more.
 """
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from parallel.block_attention import Rule, Tile, attend, choose_kernel
 from parallel.context_parallel import ContextParallel, context_attention
 from parallel.process_group import process_group
 from parallel.ring_attention import backward_of, forward_over
+from tests.gpu.two_ranks import set_environment
 from tests.ring_in_one_process import ring_in_one_process, visible
 from tests.token_table import token_table
 from trainer.models.config import AttentionConfig
@@ -153,10 +153,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 
 def two_ranks(rank: int, port: int, folder: str) -> None:
     """A process of its own: every case by ring and by Ulysses; saves what it computed of each."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )  # fmt: skip
+    set_environment(rank, port)
     with process_group(timeout_seconds=120) as device:
         world = dist.group.WORLD
         contexts = {
@@ -201,7 +198,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], 
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.multi_gpu(2)
+@pytest.mark.multi_gpu(2, may_share=True)
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 @pytest.mark.parametrize("name", CASES)
 def test_two_gpus_equal_the_formula(two: list[dict[tuple[str, str], list[Tensor]]], name: str, mode: str) -> None:

@@ -27,7 +27,6 @@ from trainer.parity import synthetic_batches
 from trainer.peers import Peers
 from trainer.step import train_step
 
-pytestmark = pytest.mark.multi_gpu(2)
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 64
 
@@ -137,11 +136,13 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.multi_gpu(2, may_share=True)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_gpus(problems: Path, name: str) -> None:
     assert_passed(name, problems)
 
 
+@pytest.mark.multi_gpu(2)
 def test_a_run_without_room_ends_like_a_mistake(tmp_path: Path) -> None:
     """top_k 2 of 8 experts on 2 ranks: about 1.6 rows per token come, and there is room for 1."""
     (tmp_path / "text.txt").write_text("".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(3000)))

@@ -79,7 +79,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.multi_gpu
+@pytest.mark.multi_gpu(2, may_share=True)
 @pytest.mark.parametrize("check", LAYOUTS, ids=lambda check: check.__name__)
 def test_the_host_waits_for_nothing_on_two_gpus(outcome: Path, check: Check) -> None:
     assert_passed(check.__name__, outcome)

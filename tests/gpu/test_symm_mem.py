@@ -41,7 +41,7 @@ from tests.gpu.two_backends import (
 from tests.gpu.two_ranks import NUM_RANKS, Check, assert_passed, run_checks, set_environment
 from trainer.worker_pool import free_port
 
-pytestmark = pytest.mark.multi_gpu(2)
+pytestmark = pytest.mark.multi_gpu(2, may_share=True)
 
 
 # ---- checks: each runs on both ranks

@@ -26,6 +26,7 @@ from comms import async_tp, peer_buffers
 from moe.config import MoEConfig
 from parallel.config import ParallelConfig
 from parallel.process_group import process_group
+from tests.gpu.two_ranks import set_environment
 from trainer.metrics_file import SCALARS, read_metrics
 from trainer.models.config import AttentionConfig, ModelConfig
 from trainer.parity import Trace, compare, relative_error, trace_layout, worst_error
@@ -98,14 +99,7 @@ def tiny_model(force_balance: bool) -> ModelConfig:
 
 def trace_worker(rank: int, world_size: int, port: int, layouts: tuple[Layout, ...], folder: str) -> None:
     """A process of its own: traces each layout; rank 0 saves NAME.pt."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    set_environment(rank, port, world_size)
     with process_group(timeout_seconds=300) as device:
         for layout in layouts:
             # Shown when the test fails or is cut short: a layout that hangs has a name.
@@ -175,13 +169,13 @@ def test_one_gpu_against_fp64(one: dict[str, Trace], name: str) -> None:
     assert_close(one[name], one["fp64"], BF16_BOUND)
 
 
-@pytest.mark.multi_gpu(2)
+@pytest.mark.multi_gpu(2, may_share=True)
 @pytest.mark.parametrize("name", [layout.name for layout in TWO if layout.force_balance])
 def test_two_gpus_against_fp64(one: dict[str, Trace], two: dict[str, Trace], name: str) -> None:
     assert_close(two[name], one["fp64"], BF16_BOUND)
 
 
-@pytest.mark.multi_gpu(2)
+@pytest.mark.multi_gpu(2, may_share=True)
 @pytest.mark.parametrize("name", [layout.name for layout in TWO])
 def test_two_gpus_against_one(one: dict[str, Trace], two: dict[str, Trace], name: str) -> None:
     kind = name.rpartition("_")[2]

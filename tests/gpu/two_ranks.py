@@ -20,11 +20,18 @@ SOON, NEVER = timedelta(seconds=20), timedelta(seconds=300)
 Check = Callable[[torch.device], None]
 
 
-def set_environment(rank: int, port: int) -> None:
+def set_environment(rank: int, port: int, world_size: int = NUM_RANKS) -> None:
+    """That of one of some processes, each with a GPU; with SHARE_GPU=1 all have the first one."""
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), LOCAL_WORLD_SIZE=str(NUM_RANKS),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1",
     )  # fmt: skip
+    if os.environ.get("SHARE_GPU") == "1":
+        # NCCL refuses two ranks on one GPU of a host, so it is told of hosts that meet by sockets.
+        os.environ.update(
+            LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",
+            NCCL_HOSTID=f"rank{rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo", NCCL_MNNVL_ENABLE="0",
+        )  # fmt: skip
 
 
 def run_checks(checks: Iterable[Check], folder: Path) -> None:
