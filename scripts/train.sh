@@ -275,6 +275,18 @@ print(status.get("state"), status.get("exit_code"))' "$status_file"
 
 status_stamp() { stat -c '%i %Y %s' "$status_file" 2>/dev/null && cat "$status_file" 2>/dev/null; }
 
+# A mistake is told before there is a torchrun to bury it. Of several nodes each would have to find it, or the others
+# would wait for that one; and a torchrun of somebody's own may run elsewhere. There the workers look, as they do anyway.
+check_first() {
+  [ "$NNODES" = 1 ] && [ -z "${TORCHRUN:-}" ] || return 0
+  # A signal that comes meanwhile is for the workers.
+  (
+    trap '' INT TERM HUP USR1
+    WORLD_SIZE=$NPROC PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$PYTHON" -m trainer.train --check "$@" >/dev/null
+  )
+  [ $? != "$EXIT_CONFIG" ] || exit "$EXIT_CONFIG"
+}
+
 # Ends with the exit code that the run's own word and torchrun's code together mean.
 conclude() {
   local state='' worker_code='' mistake='' seen=''
@@ -327,6 +339,7 @@ if [ -n "${DRY_RUN:-}" ]; then
   echo
   exit 0
 fi
+check_first "$@"
 exit_file=$(mktemp) || {
   say "no temporary file can be made: is TMPDIR=${TMPDIR:-/tmp} a folder to write to?"
   exit 1

@@ -37,7 +37,8 @@ def describe_run(config: Config, folder: RunFolder, mesh: Mesh) -> str:
     sizes = ", ".join(f"{axis}={size}" for axis in AXES if (size := getattr(mesh.config, axis)) > 1)
     processes = "1 process" if mesh.world_size == 1 else f"{mesh.world_size} processes"
     # Nobody should wait for a thousand steps that a forgotten word started.
-    config_file = "" if config.experiment or train.eval_only else f"  config  {NO_EXPERIMENT}\n"
+    advice = "; experiment=demo is what a CPU trains in minutes" if mesh.device.type == "cpu" else ""
+    config_file = "" if config.experiment or train.eval_only else f"  config  {NO_EXPERIMENT}{advice}\n"
     return (
         f"run {folder.run_id} ({'evaluation' if train.eval_only else f'attempt {folder.attempt}'}) in {folder.path}\n"
         f"  model   {config.model.name}: {human(total)} parameters, {human(active)} active per token\n"

@@ -37,7 +37,7 @@ GROUPS = ("model", "parallel", "precision", "data", "optim", "checkpoint", "logg
 # Ranks other than 0 wait this long after a mistake: torchrun stops everybody as soon as one process ends, and rank 0
 # must have printed the reason by then. One that is still there then has seen what rank 0 did not.
 SILENT_RANK_SECONDS = 15.0
-SWITCHES = {"--multirun": "multirun", "-m": "multirun", "--help": "help", "-h": "help"}
+SWITCHES = {"--multirun": "multirun", "-m": "multirun", "--help": "help", "-h": "help", "--check": "check"}
 
 USAGE = """\
 Train a Mixture-of-Experts language model.
@@ -48,6 +48,7 @@ Train a Mixture-of-Experts language model.
                                             one torchrun after another for each combination
 flags:
   --cfg job            print the composed config and stop
+  --check              look for mistakes in config and files, as a run of $WORLD_SIZE processes (default: 1) would, and stop
   --config-dir DIR     look for more experiment/ model/ data/ ... files in DIR
   --multirun, -m       sweep; SLUICEGATE_NPROC sets the processes of each job (default: the GPUs, else 1)
   --help, -h           this text
@@ -61,6 +62,7 @@ class CommandLine:
     overrides: list[str] = field(default_factory=list)
     multirun: bool = False
     help: bool = False
+    check: bool = False
     show_config: bool = False
     config_dir: str | None = None
 
@@ -136,8 +138,8 @@ def config_to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def config_from_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
-    """The entry's first step: (config, overrides), or the end of the process.
+def config_from_command_line(argv: Sequence[str]) -> tuple[Config, CommandLine]:
+    """The entry's first step: the config and what was typed, or the end of the process.
 
     Ends it with code 0 after --help and --cfg, with 2 after a mistake, and with the sweep's code after --multirun.
     Rank 0 alone prints.
@@ -146,6 +148,8 @@ def config_from_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         line = parse_command_line(argv)
         if line.help:
             _finish(help_text())
+        if line.multirun and line.check:
+            raise ValueError("--check looks at one run: leave --multirun out, and give each setting one value")
         if line.multirun:
             from trainer.multirun import multirun  # late: it imports this module
 
@@ -153,9 +157,9 @@ def config_from_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         config = compose(line.overrides, line.config_dir)
     except (ValueError, FileNotFoundError) as error:
         exit_with_mistake(error)
-    if line.show_config:
+    if line.show_config and not line.check:
         _finish(config_to_yaml(config))
-    return config, line.overrides
+    return config, line
 
 
 def exit_with_mistake(error: Exception) -> NoReturn:

@@ -26,19 +26,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.compose import config_from_command_line, exit_with_mistake
     from trainer.layout import fit_layout
 
-    config, overrides = config_from_command_line(sys.argv[1:] if argv is None else argv)
+    config, line = config_from_command_line(sys.argv[1:] if argv is None else argv)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     # The run settles them again, where it knows its processes.
     try:
-        fit_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+        fit_layout(config, num_ranks)
         check_inputs(config)
     except (ValueError, FileNotFoundError) as error:
         exit_with_mistake(error)
+    if line.check:
+        print(f"no mistake found; a run of {num_ranks} process(es) could start")
+        raise SystemExit(0)
     # Importing torch takes seconds, and a mistake should not.
     from parallel.process_group import process_group
     from trainer.trainer import run
 
     with process_group(config.parallel.timeout_seconds) as device:
-        code = run(config, overrides, device)
+        code = run(config, line.overrides, device)
     raise SystemExit(code)
 
 

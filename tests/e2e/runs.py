@@ -141,8 +141,8 @@ def attempt(overrides: list[str], stop_after: int | None = None) -> Attempt:
 
 def _attempt(overrides: list[str]) -> int:
     if dist.is_initialized():
-        config, words = config_from_command_line(overrides)
-        return run(config, words, torch.device("cpu"))
+        config, line = config_from_command_line(overrides)
+        return run(config, line.overrides, torch.device("cpu"))
     with patch("parallel.process_group._device", lambda: torch.device("cpu")):
         main(overrides)
     raise AssertionError("main returned")

@@ -82,6 +82,32 @@ def test_exit_code_says_how_the_run_ended(stubs: Stubs, mode: str, expected: int
     assert code == expected, output
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["optim.lrr=1"], "optim.lrr is not a setting; did you mean optim.lr?"),
+        (["experiment=demo", "parallel.ep=3"], "parallel.ep=3 must divide dp_shard x cp x tp = 2"),
+        (["experiment=demo", "--cgf", "job"], "unknown flag --cgf; did you mean --cfg?"),
+    ],
+)
+def test_a_mistake_is_told_once_before_torchrun_starts(stubs: Stubs, words: list[str], told: str) -> None:
+    """Not below the traceback with which torchrun ends; for as many processes as there would have been."""
+    code, output = _finish(stubs.start(TRAIN, *words, SLUICEGATE_RUN_ID="r", TORCHRUN="", PYTHON=sys.executable))
+    assert code == 2, output
+    assert output.splitlines()[-1].startswith(f"error: {told}") and output.count(told) == 1, output
+    assert "Traceback" not in output and not (stubs.folder / "runs").exists()
+
+
+def test_of_several_nodes_the_workers_look_for_mistakes(stubs: Stubs) -> None:
+    """A node that stayed away for a file that it alone lacks would leave the others waiting."""
+    environment = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0", "SLUICEGATE_RUN_ID": "r"}
+    program = stubs.folder / "bin" / "python-stub"
+    program.write_text('#!/bin/bash\necho "$@"\n')
+    program.chmod(0o755)
+    _, output = _finish(stubs.start(TRAIN, "optim.lrr=1", **environment, TORCHRUN="", PYTHON=str(program)))
+    assert "torch.distributed.run" in output and "--check" not in output, output
+
+
 def test_a_mistake_is_told_last_and_no_file_that_is_not_there(stubs: Stubs) -> None:
     _, output = _finish(stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r", WORKER="config_early"))
     assert output.splitlines()[-1] == "train.sh: run r stopped because of a mistake: no such word"
