@@ -54,8 +54,8 @@ def test_an_evaluation_has_no_length() -> None:
 
 
 def test_a_run_without_an_experiment_says_so() -> None:
-    said = "  config  no experiment=NAME: the defaults of configs/config.yaml, and what was given; experiment=demo is what a CPU "
-    said += "trains in minutes"
+    said = "  config  no experiment=NAME: the defaults of configs/config.yaml, and what was given; "
+    said += "experiment=demo is what a CPU trains in minutes"
     assert said in banner(PrecisionConfig()) and said not in banner(PrecisionConfig(), experiment="demo")
     assert said not in banner(PrecisionConfig(), eval_only=True)
 
