@@ -278,13 +278,42 @@ status_stamp() { stat -c '%i %Y %s' "$status_file" 2>/dev/null && cat "$status_f
 # A mistake is told before there is a torchrun to bury it. Of several nodes each would have to find it, or the others
 # would wait for that one; and a torchrun of somebody's own may run elsewhere. There the workers look, as they do anyway.
 check_first() {
+  local word checker result again
   [ "$NNODES" = 1 ] && [ -z "${TORCHRUN:-}" ] || return 0
-  # A signal that comes meanwhile is for the workers.
+  for word in "$@"; do
+    # What stops by itself.
+    case $word in --check | --cfg* | -c | --help | -h | --multirun | -m) return 0 ;; esac
+  done
+  # As rank 0, with what torchrun gives it; in a group that Ctrl-C does not reach.
+  set -m
   (
-    trap '' INT TERM HUP USR1
-    WORLD_SIZE=$NPROC PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$PYTHON" -m trainer.train --check "$@" >/dev/null
-  )
-  [ $? != "$EXIT_CONFIG" ] || exit "$EXIT_CONFIG"
+    trap '' USR1
+    exec env -u SLUICEGATE_EXIT_FILE RANK=0 LOCAL_RANK=0 WORLD_SIZE="$NPROC" LOCAL_WORLD_SIZE="$NPROC" \
+      MASTER_ADDR=localhost MASTER_PORT=0 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" \
+      "$PYTHON" -m trainer.train --check "$@"
+  ) </dev/null >/dev/null 2>"$exit_file" &
+  checker=$!
+  set +m
+  while :; do
+    wait "$checker" 2>/dev/null
+    result=$?
+    kill -0 "$checker" 2>/dev/null || break
+    if [ "$interrupts" -ge 2 ]; then
+      kill -s KILL "$checker" 2>/dev/null
+      rm -f "$exit_file"
+      exit 1
+    fi
+  done
+  wait "$checker" 2>/dev/null
+  again=$?
+  [ "$again" = 127 ] || result=$again
+  if [ "$result" = "$EXIT_CONFIG" ]; then
+    cat "$exit_file" >&2
+    rm -f "$exit_file"
+    exit "$EXIT_CONFIG"
+  fi
+  # Whatever else went wrong, the workers will say it.
+  : >"$exit_file"
 }
 
 # Ends with the exit code that the run's own word and torchrun's code together mean.
@@ -339,11 +368,11 @@ if [ -n "${DRY_RUN:-}" ]; then
   echo
   exit 0
 fi
-check_first "$@"
 exit_file=$(mktemp) || {
   say "no temporary file can be made: is TMPDIR=${TMPDIR:-/tmp} a folder to write to?"
   exit 1
 }
+check_first "$@"
 stamp_before=$(status_stamp)
 start_agent
 await_agent

@@ -37,6 +37,8 @@ GROUPS = ("model", "parallel", "precision", "data", "optim", "checkpoint", "logg
 # Ranks other than 0 wait this long after a mistake: torchrun stops everybody as soon as one process ends, and rank 0
 # must have printed the reason by then. One that is still there then has seen what rank 0 did not.
 SILENT_RANK_SECONDS = 15.0
+# What a person can mend: told without a traceback, exit code 2.
+MISTAKES = (ValueError, FileNotFoundError, PermissionError)
 SWITCHES = {"--multirun": "multirun", "-m": "multirun", "--help": "help", "-h": "help", "--check": "check"}
 
 USAGE = """\
@@ -147,7 +149,7 @@ def config_from_command_line(argv: Sequence[str]) -> tuple[Config, CommandLine]:
     try:
         line = parse_command_line(argv)
         if line.help:
-            _finish(help_text())
+            finish(help_text())
         if line.multirun and line.check:
             raise ValueError("--check looks at one run: leave --multirun out, and give each setting one value")
         if line.multirun:
@@ -158,7 +160,7 @@ def config_from_command_line(argv: Sequence[str]) -> tuple[Config, CommandLine]:
     except (ValueError, FileNotFoundError) as error:
         exit_with_mistake(error)
     if line.show_config and not line.check:
-        _finish(config_to_yaml(config))
+        finish(config_to_yaml(config))
     return config, line
 
 
@@ -180,6 +182,13 @@ def exit_with_mistake(error: Exception) -> NoReturn:
         time.sleep(SILENT_RANK_SECONDS)
         print(f"error on rank {_rank()}: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def finish(text: str) -> NoReturn:
+    """End this process with code 0; rank 0 says the text."""
+    if _rank() == 0:
+        print(text, flush=True)
+    raise SystemExit(0)
 
 
 def help_text() -> str:
@@ -345,12 +354,6 @@ def _explain(text: str) -> str:
     # What names OmegaConf's own nodes is no help.
     why = text.strip().splitlines()[0]
     return f"{place}{key[1]}: {expected}" + ("" if "Node" in why else f" ({why})")
-
-
-def _finish(text: str) -> NoReturn:
-    if _rank() == 0:
-        print(text, flush=True)
-    raise SystemExit(0)
 
 
 def _rank() -> int:

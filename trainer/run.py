@@ -149,8 +149,8 @@ def make_folder(config: Config) -> Path:
     return path
 
 
-def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int) -> RunFolder:
-    """Create the run's folder or join it as the next attempt. Rank 0 only; `config.run.id` must be settled.
+def check_run_folder(config: Config) -> tuple[dict[str, Any] | None, list[Change]]:
+    """The status and the permitted changes of the run that `config` continues, if any. Writes nothing.
 
     Raises:
         ValueError: guarded settings differ from the stored ones (the message is a diff), or checkpoint.resume=never
@@ -158,15 +158,26 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     """
     path = run_path(config)
     _refuse_to_evaluate_nothing(config, path)
-    status = read_status(path)
-    changes = _check_against_stored(config, path)
+    status, changes = read_status(path), _check_against_stored(config, path)
+    if not _only_looks(config, path) and not (status and _is_over(status, changes)):
+        _refuse_to_mix(config, path)
+    return status, changes
+
+
+def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int) -> RunFolder:
+    """Create the run's folder or join it as the next attempt. Rank 0 only; `config.run.id` must be settled.
+
+    Raises:
+        ValueError: see `check_run_folder`.
+    """
+    path = run_path(config)
+    status, changes = check_run_folder(config)
     # An evaluation is no attempt: the training after it would have the same number.
     attempt = (int(status["attempt"]) if status else 0) + (0 if config.train.eval_only else 1)
-    if config.train.eval_only and (path / "config.yaml").exists():
+    if _only_looks(config, path):
         return RunFolder(path, path.name, attempt, finished=False, notice="")
     if status and _is_over(status, changes):
         return RunFolder(path, path.name, int(status["attempt"]), finished=True, notice=_finished_text(path, status))
-    _refuse_to_mix(config, path)
     make_folder(config)
     replace_file(path / "config.yaml", config_to_yaml(config))
     replace_file(path / "overrides.yaml", yaml.safe_dump(list(overrides)))
@@ -186,6 +197,11 @@ def is_over(config: Config) -> bool:
     if not status or status["state"] != "finished" or not stored.exists():
         return False
     return _is_over(status, changed_settings(load_config(stored), config))
+
+
+def _only_looks(config: Config, path: Path) -> bool:
+    """An evaluation of a run that is there writes nothing into its folder but figures."""
+    return config.train.eval_only and (path / "config.yaml").exists()
 
 
 def _is_over(status: Mapping[str, Any], changes: Sequence[Change]) -> bool:

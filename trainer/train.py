@@ -22,21 +22,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_one_root()
     except RuntimeError as error:
         raise SystemExit(f"error: {error}") from None
-    from trainer.check_inputs import check_inputs
-    from trainer.compose import config_from_command_line, exit_with_mistake
-    from trainer.layout import fit_layout
+    from trainer.compose import MISTAKES, config_from_command_line, exit_with_mistake, finish
+    from trainer.look_ahead import look_ahead
 
     config, line = config_from_command_line(sys.argv[1:] if argv is None else argv)
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    # The run settles them again, where it knows its processes.
     try:
-        fit_layout(config, num_ranks)
-        check_inputs(config)
-    except (ValueError, FileNotFoundError) as error:
+        found = look_ahead(config, os.environ.get("WORLD_SIZE", "1"), folder_too=line.check)
+    except MISTAKES as error:
         exit_with_mistake(error)
     if line.check:
-        print(f"no mistake found; a run of {num_ranks} process(es) could start")
-        raise SystemExit(0)
+        finish(found)
     # Importing torch takes seconds, and a mistake should not.
     from parallel.process_group import process_group
     from trainer.trainer import run

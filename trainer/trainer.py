@@ -22,7 +22,7 @@ from trainer.build import build_model, choose_expert_tiles
 from trainer.check_exchange import check_device
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import find_checkpoint
-from trainer.compose import exit_with_mistake
+from trainer.compose import MISTAKES, exit_with_mistake
 from trainer.config import Config
 from trainer.data import build_eval_sets, build_train_loader
 from trainer.evaluate import EvalResult, evaluate
@@ -41,8 +41,6 @@ from trainer.settle import enter_folder, settle, total_steps
 from trainer.step import StepResult, train_step
 from trainer.tokenizer import load_tokenizer
 
-# What a person can mend: told without a traceback, exit code 2.
-MISTAKES = (ValueError, FileNotFoundError, PermissionError)
 # Length of the sample that a finished run prints.
 SAMPLE_TOKENS = 128
 

@@ -10,7 +10,6 @@ import pytest
 from tests.unit.data_fixtures import write_texts
 from trainer.check_inputs import check_inputs
 from trainer.compose import CONFIG_DIR, compose
-from trainer.train import main
 
 
 @pytest.mark.parametrize(
@@ -66,23 +65,6 @@ def test_a_missing_path_is_told_without_torch_and_leaves_no_folder(tmp_path: Pat
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout == "2 False\n", done.stderr
     assert "there is no folder /no/such" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_check_ends_where_a_run_would_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for words in (["--check", "experiment=demo", "parallel.ep=2"], ["experiment=demo", "--cfg=job", "--check"]):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 0
-        assert capsys.readouterr().out == "no mistake found; a run of 2 process(es) could start\n"
-    for words, told in ((["parallel.ep=3"], "parallel.ep=3"), (["-m", "optim.lr=1,2"], "leave --multirun out")):
-        with pytest.raises(SystemExit) as ended:
-            main(["--check", "experiment=demo", *words])
-        assert ended.value.code == 2 and told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -98,14 +98,58 @@ def test_a_mistake_is_told_once_before_torchrun_starts(stubs: Stubs, words: list
     assert "Traceback" not in output and not (stubs.folder / "runs").exists()
 
 
-def test_of_several_nodes_the_workers_look_for_mistakes(stubs: Stubs) -> None:
-    """A node that stayed away for a file that it alone lacks would leave the others waiting."""
-    environment = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0", "SLUICEGATE_RUN_ID": "r"}
+@pytest.fixture
+def python_stub(stubs: Stubs) -> Path:
+    """Says what it was asked for, and takes as long as $SLOW for a check; it fails where the real one would."""
     program = stubs.folder / "bin" / "python-stub"
-    program.write_text('#!/bin/bash\necho "$@"\n')
+    program.write_text(
+        '#!/bin/bash\n[ "$2" = trainer.train ] || { echo "asked: $*"; exit; }\n'
+        'echo check >>"$STUBS/checks"; sleep "${SLOW:-0}"; exit "${SAYS:-0}"\n'
+    )
     program.chmod(0o755)
-    _, output = _finish(stubs.start(TRAIN, "optim.lrr=1", **environment, TORCHRUN="", PYTHON=str(program)))
-    assert "torch.distributed.run" in output and "--check" not in output, output
+    return program
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        # A node that stayed away for a file that it alone lacks would leave the others waiting.
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0"}, []),
+        ({}, ["--cfg", "job"]),
+        ({}, ["-m"]),
+        ({}, ["--check"]),
+    ],
+)
+def test_what_is_not_looked_into_first(
+    stubs: Stubs, python_stub: Path, environment: dict[str, str], words: list[str]
+) -> None:
+    given = {"SLUICEGATE_RUN_ID": "r", "TORCHRUN": "", "PYTHON": str(python_stub), **environment}
+    _, output = _finish(stubs.start(TRAIN, *words, **given))
+    assert "asked: -m torch.distributed.run" in output and stubs.lines("checks") == [], output
+
+
+def test_a_check_that_cannot_run_leaves_it_to_the_workers(stubs: Stubs, python_stub: Path) -> None:
+    given = {"SLUICEGATE_RUN_ID": "r", "TORCHRUN": "", "PYTHON": str(python_stub), "SAYS": "1"}
+    code, output = _finish(stubs.start(TRAIN, **given))
+    assert (code, len(stubs.lines("checks"))) == (0, 1) and "asked: -m torch.distributed.run" in output
+
+
+def test_what_is_left_in_the_environment_does_not_reach_the_check(stubs: Stubs) -> None:
+    """Another rank's silence, another launch's file."""
+    left = {"RANK": "1", "WORLD_SIZE": "x", "SLUICEGATE_EXIT_FILE": str(stubs.folder / "other")}
+    given = {"SLUICEGATE_RUN_ID": "r", "TORCHRUN": "", "PYTHON": sys.executable, **left}
+    code, output = _finish(stubs.start(TRAIN, "optim.lrr=1", **given))
+    assert code == 2 and output.splitlines()[-1].startswith("error: optim.lrr"), output
+    assert not (stubs.folder / "other").exists()
+
+
+def test_a_check_that_hangs_can_be_stopped(stubs: Stubs, python_stub: Path) -> None:
+    given = {"SLUICEGATE_RUN_ID": "r", "TORCHRUN": "", "PYTHON": str(python_stub), "SLOW": "60"}
+    process = stubs.start(TRAIN, **given)
+    wait_until(lambda: stubs.lines("checks") != [], "the check to begin")
+    wait_until(lambda: process.poll() is not None or _interrupt(process), "the launcher to end")
+    code, output = _finish(process)
+    assert code == 1 and "stopping at once" in output and "asked:" not in output, output
 
 
 def test_a_mistake_is_told_last_and_no_file_that_is_not_there(stubs: Stubs) -> None:
