@@ -46,6 +46,10 @@ from comms.shard_transport import Inbox, Messages, Outbox, Transport
 # on two H200 a gather of 2048 rows x 8192 x 4096 wins and one of 2048 x 4096 x 4096 loses; that scatter wins, and
 # smaller ones by less and less (scripts/bench_async_tp.py).
 GATHER_WORK, SCATTER_WORK = 2**36, 2**35
+# Of four ranks either, and of more in proportion to the others, since each has launches and signals of its own: of four
+# the host needs 2.8 to 4.4 ms for a gather with its backward and 2.0 to 4.1 for a scatter, as long as the device does
+# from here on; two blocks of products below it took 36.4 ms, and by the plain path 29.3 (benchmarks/node_h200.json).
+WORK_OF_FOUR = 2**39
 
 
 def all_gather_matmul(
@@ -61,12 +65,12 @@ def all_gather_matmul(
     Args:
         weights: one or more, in nn.Linear's orientation; they share the gather.
         dim: the dim that is split over the ranks. The last one is not overlapped.
-        min_work: multiplications of this rank from which transfers overlap; None: GATHER_WORK on GPUs, any on CPUs.
+        min_work: multiplications of this rank from which transfers overlap; None: `work_to_overlap`.
         products: names of how each weight multiplies (comms/products.py); None: all in the dtype of x.
     """
     dim, size = dim % x.dim(), _size(group_name)
     products = [AS_THEY_ARE] * len(weights) if products is None else list(products)
-    least = work_to_overlap(x.device, scatters=False) if min_work is None else min_work
+    least = work_to_overlap(x.device, size, scatters=False) if min_work is None else min_work
     if dim == x.dim() - 1 or size * x.numel() * sum(weight.shape[0] for weight in weights) < least:
         whole = gather_dim(x, dim, group_name)
         pairs = zip(products, weights, strict=True)
@@ -83,24 +87,29 @@ def matmul_reduce_scatter(
     """Sum x @ weight.T over the ranks, each keeping its part of `dim`: (..., N * rows, ..., X) -> (..., rows, ..., Y).
 
     Raises:
-        ValueError: `dim` does not divide by the number of ranks.
+        ValueError: `dim` of the product does not divide by the number of ranks.
     """
     dim, shape, size = dim % x.dim(), list(x.shape), _size(group_name)
-    # The last dim's size is that of the weight; what scatters it says so itself.
-    if dim != x.dim() - 1 and shape[dim] % size:
+    shape[-1] = weight.shape[0]
+    if shape[dim] % size:
         raise ValueError(f"dim {dim} of {tuple(shape)} cannot be scattered over {size} ranks: it does not divide")
-    least = work_to_overlap(x.device, scatters=True) if min_work is None else min_work
+    least = work_to_overlap(x.device, size, scatters=True) if min_work is None else min_work
     if dim == x.dim() - 1 or x.numel() * weight.shape[0] < least:
         return reduce_scatter(find_product(product).linear(x, weight), dim, group_name)
     shape[dim] //= size
     found = _MatmulScatter.apply(_as_rows(x, dim), weight, group_name, product)  # pyright: ignore
-    return cast(Tensor, found).reshape(*shape[:-1], weight.shape[0])
+    return cast(Tensor, found).reshape(shape)
 
 
-def work_to_overlap(device: torch.device, *, scatters: bool) -> int:
-    """Multiplications of one rank from which its products overlap with a gather, or a scatter, by default."""
+def work_to_overlap(device: torch.device, num_ranks: int, *, scatters: bool) -> int:
+    """Multiplications of one rank from which its products overlap with a gather, or a scatter, by default.
+
+    Any on CPUs, where the plain path is of no use but to be compared with.
+    """
     if device.type != "cuda":
         return 0
+    if num_ranks > 2:
+        return WORK_OF_FOUR * (num_ranks - 1) // 3
     return SCATTER_WORK if scatters else GATHER_WORK
 
 

@@ -56,6 +56,8 @@ def connect_async_tp(model: nn.Module, mesh: Mesh, num_rows: int) -> AsyncChoice
         ValueError: nothing would overlap, or it cannot work here.
     """
     mode = mesh.config.async_tp
+    if mode != "inductor":
+        _stop_inductor()
     if mode == "none":
         return AsyncChoice("none", 0)
     assert mesh.tp is not None
@@ -70,7 +72,7 @@ def connect_async_tp(model: nn.Module, mesh: Mesh, num_rows: int) -> AsyncChoice
             "parallel.async_tp=native finds no matmul to fuse: the model has none that tensor parallelism splits; set "
             "parallel.async_tp=none"
         )
-    least = [work_to_overlap(mesh.device, scatters=transfer.scatters) for transfer in found]
+    least = [work_to_overlap(mesh.device, mesh.tp.size(), scatters=transfer.scatters) for transfer in found]
     num_fused = sum(transfer.maps for transfer, work in zip(found, least, strict=True) if transfer.work >= work)
     if num_fused == 0:
         rows = min(-(-work * num_rows // transfer.work) for transfer, work in zip(found, least, strict=True))
@@ -105,6 +107,14 @@ def _prepare_inductor(mesh: Mesh) -> None:
     enable_symm_mem_for_group(mesh.tp.get_group().group_name)
     inductor._micro_pipeline_tp = True
     inductor.post_grad_custom_post_pass = fused_by_inductor()
+
+
+def _stop_inductor() -> None:
+    """A process may lay out several models, one after the other."""
+    if fused_by_inductor.cache_info().currsize:
+        from torch._inductor import config as inductor
+
+        inductor._micro_pipeline_tp, inductor.post_grad_custom_post_pass = False, None
 
 
 @functools.cache

@@ -294,9 +294,13 @@ class Trainer:
         self.check_room()
         self.room.note(result.no_room)
         self.step += 1
+        self.tell_compiled()
+        return result, lr
+
+    def tell_compiled(self) -> None:
+        """Once, what the compiler has overlapped, where it was asked to; RuntimeError if it is nothing."""
         if said := self.model.async_tp.check_compiled():
             self.metrics.say(said)
-        return result, lr
 
     def check_room(self) -> None:
         """Raises NoRoomError where rows or pairs of the last step found no room; its update was then left out."""
@@ -330,6 +334,7 @@ class Trainer:
     def evaluate_only(self) -> str:
         """Evaluate the weights that were restored, and nothing else."""
         self.metrics.log_eval(self.step, self.evaluate())
+        self.tell_compiled()
         return "finished"
 
     def save(self) -> None:

@@ -95,6 +95,36 @@ def test_case_56_fused_equals_unfused_at_every_dim(num_processes: int, dtype: to
         assert max(found.values()) <= BOUNDS[dtype], max(found.items(), key=lambda item: item[1])
 
 
+def errors_of_odd_shapes() -> dict[str, float]:
+    """The last dim and others from behind, two dims, no rows, rows that lie apart; a dim that does not divide."""
+    size, found = dist.get_world_size(), {}
+    weight = random_tensor(4, 6, dtype=torch.float64, seed=1)
+    cases = {
+        "two dims": (random_tensor(2 * size, 6, dtype=torch.float64), 0),
+        "from behind": (random_tensor(2, 3 * size, 6, dtype=torch.float64), -2),
+        "last": (random_tensor(2, 3, 6, dtype=torch.float64), -1),
+        "no rows": (random_tensor(2, 0, 6, dtype=torch.float64), 1),
+        "apart": (random_tensor(2, 6, 3 * size, dtype=torch.float64, grad=False).transpose(1, 2).requires_grad_(), 1),
+    }
+    for name, (x, dim) in cases.items():
+        scattered = results((matmul_reduce_scatter(x, weight, dim, world(), ALWAYS),), [x, weight])
+        expected = results((reduce_scatter(F.linear(x, weight), dim % x.dim(), world()),), [x, weight])
+        found[f"scatter, {name}"] = max(relative_error(a, b) for a, b in zip(scattered, expected, strict=True))
+        wide = random_tensor(4, 6 * size, dtype=torch.float64, seed=1) if name == "last" else weight
+        gathered = results(all_gather_matmul(x, [wide], dim, world(), ALWAYS), [x, wide])
+        expected = results(plain_gather(x, [wide], dim % x.dim()), [x, wide])
+        found[f"gather, {name}"] = max(relative_error(a, b) for a, b in zip(gathered, expected, strict=True))
+    for x, weight, dim in ((torch.ones(3, 6), torch.ones(4, 6), 0), (torch.ones(4, 6), torch.ones(5, 6), -1)):
+        with pytest.raises(ValueError, match=rf"dim {dim % 2} of \(\d, \d\) cannot be scattered over {size} ranks"):
+            matmul_reduce_scatter(x, weight, dim, world(), ALWAYS)
+    return found
+
+
+def test_shapes_at_the_edge() -> None:
+    for found in run_workers(errors_of_odd_shapes, 2):
+        assert len(found) == 10 and max(found.values()) <= BOUNDS[torch.float64], found
+
+
 def product(name: str) -> str:
     """Registered here, by name."""
     found = LowPrecisionProduct(resolve_recipe(name, torch.device("cpu")))

@@ -147,7 +147,7 @@ def refusal(mode: str, on_gpu: bool) -> str:
 
 
 def bound_of(transfer: Transfer) -> int:
-    return async_tp.work_to_overlap(torch.device("cuda"), scatters=transfer.scatters)
+    return async_tp.work_to_overlap(torch.device("cuda"), 2, scatters=transfer.scatters)
 
 
 def test_case_63_what_would_fuse_nothing_is_refused() -> None:

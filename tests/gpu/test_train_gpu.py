@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 
 from comms import async_tp, peer_buffers
 from moe.config import MoEConfig
+from parallel.async_tp import fused_by_inductor
 from parallel.config import ParallelConfig
 from parallel.process_group import process_group
 from tests.gpu.two_ranks import set_environment
@@ -69,6 +70,7 @@ TWO = (
     Layout("tp2_etp2", parallel=ParallelConfig(tp=2, etp=2)),
     Layout("ring2", parallel=ParallelConfig(cp=2)),
     Layout("ulysses2", parallel=ParallelConfig(cp=2, ulysses=2)),
+    Layout("tp2_inductor_compiled", parallel=replace(COMPILED, tp=2, async_tp="inductor")),
     Layout("tp2_ep2_compiled", parallel=replace(COMPILED, tp=2, ep=2)),
     Layout("ring2_ep2_compiled", parallel=replace(COMPILED, cp=2, ep=2)),
     Layout("ep2_routed", parallel=ParallelConfig(ep=2), force_balance=False),
@@ -97,6 +99,11 @@ def tiny_model(force_balance: bool) -> ModelConfig:
     )
 
 
+def count_inductor() -> int:
+    """Matmuls that the compiler has fused in this process."""
+    return fused_by_inductor().count if fused_by_inductor.cache_info().currsize else 0
+
+
 def trace_worker(rank: int, world_size: int, port: int, layouts: tuple[Layout, ...], folder: str) -> None:
     """A process of its own: traces each layout; rank 0 saves NAME.pt."""
     set_environment(rank, port, world_size)
@@ -113,8 +120,9 @@ def trace_worker(rank: int, world_size: int, port: int, layouts: tuple[Layout, .
                     device=device,
                     seq_len=64,
                 )
-            # What overlaps has buffers that GPUs share; the plain path has none.
-            assert layout.parallel.async_tp == "none" or peer_buffers._BUFFERS, f"{layout.name}: nothing overlapped"
+            # What overlaps has buffers that GPUs share, or was counted by the compiler; the plain path has neither.
+            overlaps = {"none": True, "native": bool(peer_buffers._BUFFERS), "inductor": count_inductor() > 0}
+            assert overlaps[layout.parallel.async_tp], f"{layout.name}: nothing overlapped"
             if rank == 0:
                 torch.save(trace, Path(folder) / f"{layout.name}.pt")
 

@@ -21,12 +21,12 @@ Check = Callable[[torch.device], None]
 
 
 def set_environment(rank: int, port: int, world_size: int = NUM_RANKS) -> None:
-    """That of one of some processes, each with a GPU; with SHARE_GPU=1 all have the first one."""
+    """That of one of some processes, each with a GPU; with SHARE_GPU=1 all have it where there is but one."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1",
     )  # fmt: skip
-    if os.environ.get("SHARE_GPU") == "1":
+    if os.environ.get("SHARE_GPU") == "1" and torch.cuda.device_count() < world_size:
         # NCCL refuses two ranks on one GPU of a host, so it is told of hosts that meet by sockets.
         os.environ.update(
             LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",
