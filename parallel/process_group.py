@@ -91,4 +91,6 @@ def _device() -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    # Gradients of weights are sums over all tokens: no part of one is rounded, which costs no time.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return device
