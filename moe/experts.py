@@ -58,7 +58,7 @@ ExpertWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class Cast(Protocol):
-    """How parameters become what is computed with (parallel/whole_experts.py)."""
+    """How parameters become what is computed with (parallel/whole_weights.py)."""
 
     def __call__(self, compute: Callable[[ExpertWeights], Tensor], masters: Sequence[nn.Parameter | None]) -> Tensor:
         """The result of `compute` on what has been made of the parameters."""

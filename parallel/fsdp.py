@@ -5,7 +5,8 @@ of the global one and the reduction is a plain sum, for dense and expert weights
 could depend on the layout: that is how the doubled and halved expert gradients of other frameworks cannot arise.
 
 Expert weights are gathered over dp_shard x cp x tp / (ep x etp) only: each group of ranks that holds the same experts
-is its own FSDP mesh. Where that is one rank, FSDP leaves them alone (parallel/whole_experts.py).
+is its own FSDP mesh. Where that is one rank, FSDP leaves them alone (parallel/whole_weights.py), and all other weights
+too where they have nobody to be gathered from either.
 """
 
 from typing import cast
@@ -19,7 +20,7 @@ from moe.layer import MoE
 from moe.linear_maps import local
 from parallel.mesh import Mesh
 from parallel.sizes import expert_shard_dim
-from parallel.whole_experts import CastWeights
+from parallel.whole_weights import CastModule, CastWeights
 
 
 def apply_fsdp(
@@ -38,6 +39,9 @@ def apply_fsdp(
     Args:
         num_in_order: so many of the first blocks run in every forward pass; the others all or not at all. In order.
     """
+    if has_whole_weights(model, mesh):
+        _cast_whole(model, blocks, compute_dtype, give_up=reshard_after_forward)
+        return
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     # Inputs are not cast: routing weights and losses must stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -91,6 +95,27 @@ def has_whole_experts(mesh: Mesh) -> bool:
     What ranks of etp share of them, biases, is summed elsewhere (parallel/tensor_parallel.py).
     """
     return mesh.experts.size() == 1
+
+
+def has_whole_weights(model: nn.Module, mesh: Mesh) -> bool:
+    """Whether FSDP has nobody to gather any of this rank's weights from."""
+    has_experts = any(isinstance(module, MoE) for module in model.modules())
+    return mesh.dense.size() == 1 and (has_whole_experts(mesh) or not has_experts)
+
+
+def _cast_whole(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype, *, give_up: bool) -> None:
+    """Experts cast their own weights, each block the rest of its, and the model what is left."""
+    taken: set[nn.Parameter] = set()
+    for layer in [module for module in model.modules() if isinstance(module, MoE)]:
+        taken |= set(layer.experts.parameters())
+        if dtype != layer.experts.w_down.dtype:
+            layer.experts.cast = CastWeights(dtype, give_up)
+    for module in (*blocks, model):
+        own = [parameter for parameter in module.parameters() if parameter not in taken and parameter.dtype != dtype]
+        taken |= set(own)
+        if own:
+            # Inside what recomputes it, which calls it once more.
+            CastModule(getattr(module, "_checkpoint_wrapped_module", module), own, dtype, give_up)
 
 
 def sum_gradients(module: FSDPModule) -> None:

@@ -230,7 +230,8 @@ def shared_parameters(model: nn.Module, mesh: Mesh) -> list[tuple[str, nn.Parame
     def is_shared(name: str, parameter: nn.Parameter) -> bool:
         if ".experts." in name and mesh.etp is None:
             return False
-        assert isinstance(parameter, DTensor)
+        if not isinstance(parameter, DTensor):
+            return True
         names = parameter.device_mesh.mesh_dim_names or ()
         return not any(
             not placement.is_replicate() and name in ("tp", "etp")

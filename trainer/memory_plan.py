@@ -85,7 +85,7 @@ class Share(NamedTuple):
     gathered: int
     # Of the gathered ones, those of experts, which are gathered and reduced by themselves.
     apart: int = 0
-    # Of these, those of experts that are cast instead (parallel/whole_experts.py), or computed with as they are.
+    # Of these, those of experts that are cast instead (parallel/whole_weights.py), or computed with as they are.
     whole: int = 0
 
 
