@@ -184,7 +184,7 @@ def _cast(parts: list[Tensor], copies: list[Tensor]) -> None:
         copy.untyped_storage().resize_(copy.numel() * copy.element_size())
     # The same numbers as before, as far as autograd is concerned.
     with torch.no_grad(), autograd_internals._unsafe_preserve_version_counter(tuple(copies)):
-        torch._foreach_copy_(copies, parts)
+        torch._foreach_copy_(copies, parts)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _free(copy: Tensor) -> None:
