@@ -101,6 +101,9 @@ def print_config(arguments: argparse.Namespace) -> int:
     text = OmegaConf.to_yaml(OmegaConf.structured(source.config))
     if arguments.output is None:
         print(text, end="")
+    elif arguments.output.exists():
+        print(f"error: {arguments.output} is there already; remove it, or name another file", file=sys.stderr)
+        return 2
     else:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(text, encoding="utf-8")

@@ -283,7 +283,9 @@ def resolve_resume(
             given again after a stop, goes on and does not begin there anew. A PATH in `folder` is a way back and holds.
     """
     if resume == "auto":
-        return files.latest_checkpoint(folder, notify)
+        if (found := files.latest_checkpoint(folder, notify)) is None:
+            files.refuse_to_forget(folder)
+        return found
     if resume != "never":
         elsewhere = folder.resolve() not in Path(resume).resolve().parents
         if own_first and elsewhere and (own := files.latest_checkpoint(folder, notify)):

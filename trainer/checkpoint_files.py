@@ -37,6 +37,7 @@ EXTRA = "extra.json"
 LATEST = "latest"
 FORMAT = 1
 _STEP_FOLDER = re.compile(r"step_\d{8,}(\.partial\.[0-9a-f]+)?")
+_SAVED = re.compile(r"step_\d{8,}")
 _LEFTOVER = re.compile(r"step_\d{8,}\.(partial|deleting)\..*")
 _BLOCK_BYTES = 1 << 23
 
@@ -299,6 +300,20 @@ def latest_checkpoint(folder: Path, notify: Notify = print) -> Path | None:
         return None
     notify(f"using {complete[-1][0]}, the newest complete checkpoint")
     return complete[-1][0]
+
+
+def refuse_to_forget(folder: Path) -> None:
+    """Whoever has saved is not to begin anew because a disk has failed: for a run that found nothing to go on from.
+
+    Raises:
+        IncompleteCheckpointError: there are checkpoints, so none of them can be used.
+    """
+    broken = [path.name for path in sorted(folder.iterdir()) if _SAVED.fullmatch(path.name)] if folder.is_dir() else []
+    if broken:
+        raise IncompleteCheckpointError(
+            f"{folder} has {', '.join(broken)}, and none can be used (why is told above): put them right, begin again "
+            "under another run.id, or move them away"
+        )
 
 
 def _pointed(folder: Path) -> Path | None:

@@ -150,8 +150,9 @@ def config_from_command_line(argv: Sequence[str]) -> tuple[Config, CommandLine]:
         line = parse_command_line(argv)
         if line.help:
             finish(help_text())
-        if line.multirun and line.check:
-            raise ValueError("--check looks at one run: leave --multirun out, and give each setting one value")
+        if line.multirun and (line.check or line.show_config):
+            flag, does = ("--check", "looks at") if line.check else ("--cfg job", "shows")
+            raise ValueError(f"{flag} {does} one run: leave --multirun out, and give each setting one value")
         if line.multirun:
             from trainer.multirun import multirun  # late: it imports this module
 

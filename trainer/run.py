@@ -83,6 +83,13 @@ class RunFolder:
     # For the log: that the run is finished, or which permitted settings changed, or that a file of it was damaged;
     # empty when there is nothing to say.
     notice: str
+    # The config of the attempt before, which this one's has taken the place of.
+    config_before: str | None = None
+
+    def take_back(self) -> None:
+        """The config of the attempt before is the run's again: this one turned out to be a mistake. Rank 0 only."""
+        if self.config_before is not None:
+            replace_file(self.path / "config.yaml", self.config_before)
 
 
 def resolve_run_id(config: Config, environ: Mapping[str, str] | None = None) -> str | None:
@@ -179,12 +186,15 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     if status and _is_over(status, changes):
         return RunFolder(path, path.name, int(status["attempt"]), finished=True, notice=_finished_text(path, status))
     make_folder(config)
-    replace_file(path / "config.yaml", config_to_yaml(config))
+    stored = path / "config.yaml"
+    before = stored.read_text() if stored.exists() and not _never_began(path) else None
+    replace_file(stored, config_to_yaml(config))
     replace_file(path / "overrides.yaml", yaml.safe_dump(list(overrides)))
     notices = (_changes_text(changes), _record_environment(path, attempt, world_size))
     if not config.train.eval_only:
         write_status(path, "running", attempt=attempt, step=status["step"] if status else None)
-    return RunFolder(path, path.name, attempt, finished=False, notice="\n".join(filter(None, notices)))
+    notice = "\n".join(filter(None, notices))
+    return RunFolder(path, path.name, attempt, finished=False, notice=notice, config_before=before)
 
 
 def is_over(config: Config) -> bool:

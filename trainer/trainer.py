@@ -77,6 +77,8 @@ def _attempt(config: Config, overrides: Sequence[str], device: torch.device, loc
         except MISTAKES as error:
             # Only here: once the loop runs, the same kind of exception is a fault of ours and needs its traceback.
             code, message = 2, str(error)
+            if peers.rank == 0:
+                folder.take_back()
             exit_with_mistake(error)
         try:
             state, code = trainer.evaluate_only() if config.train.eval_only else trainer.train(), 0

@@ -86,20 +86,21 @@ def test_changed_model_data_or_optimizer_is_refused_and_the_run_stays(bench: Ben
 
 
 def test_changed_files_under_the_same_name_are_noticed(bench: Bench, straight: list[Attempt]) -> None:
-    """The settings are the same; the text is not."""
+    """The settings of the data are the same; the text is not. The run keeps the config that it was trained with."""
     run = bench.copy("straight", "rewritten")
     (run / "status.json").write_text(json.dumps({**status(run), "state": "preempted", "step": 10}))
     (run / "checkpoints" / "latest").write_text("step_00000010\n")
-    before = contents(run / "tokenizer"), contents(run / "checkpoints")
+    before, config = (contents(run / "tokenizer"), contents(run / "checkpoints")), (run / "config.yaml").read_text()
     text = bench.folder / "text" / "99.txt"
     text.write_text("a new file that the globs find, too " * 20)
     try:
-        attempt = bench.alone("rewritten")
+        attempt = bench.alone("rewritten", "train.log_every=7")
     finally:
         text.unlink()
     assert attempt.code == 2 and attempt.samples == []
     assert "the training data are not those of the checkpoint" in attempt.err
     assert (contents(run / "tokenizer"), contents(run / "checkpoints")) == before
+    assert (run / "config.yaml").read_text() == config
 
 
 def test_max_tokens_ends_the_run_and_its_schedule(bench: Bench) -> None:

@@ -193,6 +193,19 @@ def test_damaged_manifest_is_no_checkpoint(tmp_path: Path) -> None:
         assert files.latest_checkpoint(tmp_path, lambda _: None) is None
 
 
+def test_a_run_whose_checkpoints_are_all_broken_does_not_begin_anew(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    assert resolve_resume("auto", tmp_path) is None
+    checkpointer(tmp_path).save(1, model, optimizer, {})
+    (tmp_path / "step_00000001" / "extra.json").write_text("")
+    with pytest.raises(IncompleteCheckpointError, match="has step_00000001, and none can be used"):
+        resolve_resume("auto", tmp_path)
+    assert resolve_resume("never", tmp_path) is None
+    # What a killed save left is no checkpoint.
+    (tmp_path / "step_00000001").rename(tmp_path / "step_00000001.partial.0123abcd")
+    assert resolve_resume("auto", tmp_path) is None
+
+
 def test_retention_keeps_the_newest_and_what_latest_names(tmp_path: Path) -> None:
     model, optimizer = trained()
     saver = checkpointer(tmp_path, keep_last=2)

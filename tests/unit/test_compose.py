@@ -211,6 +211,12 @@ def test_cfg_job_prints_the_composed_config(capsys: pytest.CaptureFixture[str], 
     assert load_config(tmp_path / "config.yaml").optim.lr == 0.25
 
 
+def test_a_sweep_is_not_shown_and_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        config_from_command_line(["--multirun", "--cfg", "job", "experiment=demo", "optim.lr=1e-3,2e-3"])
+    assert ended.value.code == 2 and "--cfg job shows one run" in capsys.readouterr().err
+
+
 def test_a_mistake_of_bytes_that_are_no_characters_reaches_the_launcher(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
