@@ -87,7 +87,7 @@ class RunFolder:
     config_before: str | None = None
 
     def take_back(self) -> None:
-        """The config of the attempt before is the run's again: this one turned out to be a mistake. Rank 0 only."""
+        """The config of the attempt before is the run's again: this one could not begin. Rank 0 only."""
         if self.config_before is not None:
             replace_file(self.path / "config.yaml", self.config_before)
 

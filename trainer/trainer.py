@@ -77,8 +77,6 @@ def _attempt(config: Config, overrides: Sequence[str], device: torch.device, loc
         except MISTAKES as error:
             # Only here: once the loop runs, the same kind of exception is a fault of ours and needs its traceback.
             code, message = 2, str(error)
-            if peers.rank == 0:
-                folder.take_back()
             exit_with_mistake(error)
         try:
             state, code = trainer.evaluate_only() if config.train.eval_only else trainer.train(), 0
@@ -92,6 +90,9 @@ def _attempt(config: Config, overrides: Sequence[str], device: torch.device, loc
         raise
     finally:
         step = None if trainer is None else trainer.step
+        # Whatever it was: an attempt that could not begin leaves the run its settings.
+        if trainer is None and peers.rank == 0:
+            folder.take_back()
         record(state=state, step=step, exit_code=code, message=message)
         if trainer is not None:
             trainer.close(code)
