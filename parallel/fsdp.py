@@ -49,9 +49,7 @@ def apply_fsdp(
     for block in blocks:
         for layer in [module for module in block.modules() if isinstance(module, MoE)]:
             if has_whole_experts(mesh):
-                whole |= set(layer.experts.parameters())
-                if compute_dtype != layer.experts.w_down.dtype:
-                    layer.experts.cast = CastWeights(compute_dtype, reshard_after_forward)
+                whole |= _cast_experts(layer, compute_dtype, reshard_after_forward)
             elif mesh.experts is not mesh.dense:
                 _shard_experts(layer.experts, mesh, policy, reshard_after_forward)
     for module in (*blocks, model):
@@ -107,15 +105,20 @@ def _cast_whole(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype, *
     """Experts cast their own weights, each block the rest of its, and the model what is left."""
     taken: set[nn.Parameter] = set()
     for layer in [module for module in model.modules() if isinstance(module, MoE)]:
-        taken |= set(layer.experts.parameters())
-        if dtype != layer.experts.w_down.dtype:
-            layer.experts.cast = CastWeights(dtype, give_up)
+        taken |= _cast_experts(layer, dtype, give_up)
     for module in (*blocks, model):
         own = [parameter for parameter in module.parameters() if parameter not in taken and parameter.dtype != dtype]
         taken |= set(own)
         if own:
             # Inside what recomputes it, which calls it once more.
             CastModule(getattr(module, "_checkpoint_wrapped_module", module), own, dtype, give_up)
+
+
+def _cast_experts(layer: MoE, dtype: torch.dtype, give_up: bool) -> set[nn.Parameter]:
+    """Let experts cast their weights, where there is anything to cast; which weights these are."""
+    if dtype != layer.experts.w_down.dtype:
+        layer.experts.cast = CastWeights(dtype, give_up)
+    return set(layer.experts.parameters())
 
 
 def sum_gradients(module: FSDPModule) -> None:

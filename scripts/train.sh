@@ -138,6 +138,7 @@ build_command() {
 # process group of its own, ignores SIGUSR1, and only the workers, its children, get the signals sent here.
 
 agent=''            # torchrun's process id
+checker=''          # that of the look at config and files before it
 undelivered=''      # set while a worker is not ready for a signal that is due
 interrupts=0
 declare -A wanted=() delivered=()
@@ -217,23 +218,32 @@ start_agent() {
   set +m
 }
 
-# Waits for torchrun, through any number of traps, and leaves its exit code in `code`.
-await_agent() {
+# await CHILD ASIDE: waits for it through any number of traps, and leaves its exit code in `code`. ASIDE is asked in
+# between; while it returns 0 it is asked again first.
+await() {
   local again
   while :; do
-    if [ -n "$undelivered" ]; then
-      sleep 0.3
-      deliver
-      kill -0 "$agent" 2>/dev/null && continue
-    fi
-    wait "$agent" 2>/dev/null
+    "$2" && continue
+    wait "$1" 2>/dev/null
     code=$?
-    kill -0 "$agent" 2>/dev/null || break
+    kill -0 "$1" 2>/dev/null || break
   done
-  # A trap may have cut the wait short just as torchrun ended; then its own code is still to be had.
-  wait "$agent" 2>/dev/null
+  # A trap may have cut the wait short just as the child ended; then its own code is still to be had.
+  wait "$1" 2>/dev/null
   again=$?
   [ "$again" = 127 ] || code=$again
+}
+
+deliver_due() {
+  [ -n "$undelivered" ] || return 1
+  sleep 0.3
+  deliver
+  kill -0 "$agent" 2>/dev/null
+}
+
+stop_checker() {
+  [ "$interrupts" -lt 2 ] || kill -s KILL "$checker" 2>/dev/null
+  return 1
 }
 
 # Workers outlive a torchrun that was killed. They carry the launch's name in their environment.
@@ -278,7 +288,7 @@ status_stamp() { stat -c '%i %Y %s' "$status_file" 2>/dev/null && cat "$status_f
 # A mistake is told before there is a torchrun to bury it. Of several nodes each would have to find it, or the others
 # would wait for that one; and a torchrun of somebody's own may run elsewhere. There the workers look, as they do anyway.
 check_first() {
-  local word checker result again
+  local word
   [ "$NNODES" = 1 ] && [ -z "${TORCHRUN:-}" ] || return 0
   for word in "$@"; do
     # What stops by itself.
@@ -294,20 +304,11 @@ check_first() {
   ) </dev/null >/dev/null 2>"$exit_file" &
   checker=$!
   set +m
-  while :; do
-    wait "$checker" 2>/dev/null
-    result=$?
-    kill -0 "$checker" 2>/dev/null || break
-    if [ "$interrupts" -ge 2 ]; then
-      kill -s KILL "$checker" 2>/dev/null
-      rm -f "$exit_file"
-      exit 1
-    fi
-  done
-  wait "$checker" 2>/dev/null
-  again=$?
-  [ "$again" = 127 ] || result=$again
-  if [ "$result" = "$EXIT_CONFIG" ]; then
+  await "$checker" stop_checker
+  if [ "$interrupts" -ge 2 ]; then
+    rm -f "$exit_file"
+    exit 1
+  elif [ "$code" = "$EXIT_CONFIG" ]; then
     cat "$exit_file" >&2
     rm -f "$exit_file"
     exit "$EXIT_CONFIG"
@@ -375,6 +376,6 @@ exit_file=$(mktemp) || {
 check_first "$@"
 stamp_before=$(status_stamp)
 start_agent
-await_agent
+await "$agent" deliver_due
 stop_leftovers
 conclude

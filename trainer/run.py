@@ -9,25 +9,23 @@ The id decides whether a start is a new run or the next attempt of an old one, s
 rank 0 draws a new one and the caller sends it to the others. Files are replaced in one step: a reader sees the old or
 the new one, whenever the process is killed.
 
-What an attempt may change against config.yaml: everything but the model, the data, the optimizer and what fixes the
-schedule and the order of samples (GUARDED). `train.steps` belongs to these, because the learning rate is a function of
-it. A change that is meant is named in `run.allow_changes`; so is a longer `train.steps` that continues a finished run.
+What an attempt may change against config.yaml: trainer/changes.py.
 """
 
-import dataclasses
 import datetime
 import difflib
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
+from trainer.changes import Change, changed_settings, describe_changes, refuse_changes
 from trainer.compose import config_to_yaml, load_config
 from trainer.config import Config, RunConfig
 from trainer.environment import describe_environment
@@ -38,36 +36,8 @@ STATES = ("running", "finished", "preempted", "failed")
 NUM_NAMED = 5
 # An id that nobody chose: as new_run_id and scripts/train.sh draw it.
 DRAWN_ID = re.compile(r"\d{8}-\d{6}-\w+")
-GUARDED = (
-    "model",
-    "data",
-    "optim",
-    "run.seed",
-    "train.steps",
-    "train.max_tokens",
-    "train.global_batch_size",
-    "train.seq_len",
-)
-# Inside the guarded sections: how something is computed or where it is kept, not what.
-FREE = (
-    "model.name",
-    "model.attention.backend",
-    "model.moe.backend",
-    "model.moe.pair_capacity",
-    "data.cache_dir",
-    "data.prefetch",
-)
-# An evaluation of finished weights needs the same model, whatever it was trained on.
-GUARDED_EVAL_ONLY = ("model",)
+# How long a run goes on: one that is finished goes on if these change.
 ENDS = ("train.steps", "train.max_tokens")
-
-
-class Change(NamedTuple):
-    """One setting that differs: its key, the stored value and the one asked for now."""
-
-    key: str
-    old: Any
-    new: Any
 
 
 @dataclass(frozen=True)
@@ -190,7 +160,7 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     before = stored.read_text() if stored.exists() and not _never_began(path) else None
     replace_file(stored, config_to_yaml(config))
     replace_file(path / "overrides.yaml", yaml.safe_dump(list(overrides)))
-    notices = (_changes_text(changes), _record_environment(path, attempt, world_size))
+    notices = (describe_changes(changes), _record_environment(path, attempt, world_size))
     if not config.train.eval_only:
         write_status(path, "running", attempt=attempt, step=status["step"] if status else None)
     notice = "\n".join(filter(None, notices))
@@ -267,59 +237,6 @@ def read_status(path: Path) -> dict[str, Any] | None:
     return status
 
 
-def changed_settings(old: Config, new: Config) -> list[Change]:
-    """Every setting whose value differs, in the order of the schema; a missing dict entry counts as null."""
-    before, after = dict(_leaves(dataclasses.asdict(old))), dict(_leaves(dataclasses.asdict(new)))
-    keys = dict.fromkeys((*before, *after))
-    return [Change(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
-
-
-def refuse_changes(old: Config, new: Config, origin: Path) -> list[Change]:
-    """Compare a stored config with the one asked for now, and return the changes that are permitted.
-
-    Raises:
-        ValueError: a guarded setting differs and `run.allow_changes` does not name it; the message is a diff.
-    """
-    changes = changed_settings(old, new)
-    guarded = GUARDED_EVAL_ONLY if new.train.eval_only else GUARDED
-    refused = _refused(changes, guarded, new)
-    if refused:
-        keys = ",".join(change.key for change in refused)
-        raise ValueError(
-            f"run {new.run.id} was started with other settings ({origin}):\n{_diff(refused)}\n"
-            f"Use the stored values, start a new run with another run.id, or accept the changes with "
-            f"'run.allow_changes=[{keys}]'."
-        )
-    return changes
-
-
-def check_architecture(config: Config, step_folder: Path, *, refuse: bool) -> str:
-    """Compare `model` with the config of the run whose checkpoint this is: equal shapes may still compute otherwise.
-
-    Returns:
-        What to tell the user: the differences, where they are not refused, or that nothing could be compared.
-    Raises:
-        ValueError: with `refuse`, a setting differs and `run.allow_changes` does not name it. Or its config cannot be
-            read.
-    """
-    checkpoints = step_folder.resolve().parent
-    stored = checkpoints.parent / "config.yaml"
-    if checkpoints.name != "checkpoints" or not stored.exists():
-        return f"{step_folder} is in no run's folder: whether its architecture is that of model.* cannot be checked"
-    changes = changed_settings(load_config(stored), config)
-    refused = _refused(changes, ("model",), config)
-    if refused and refuse:
-        keys = ",".join(change.key for change in refused)
-        raise ValueError(
-            f"{step_folder} belongs to a run with another architecture ({stored}):\n{_diff(refused)}\n"
-            f"Use the stored values, or accept the changes with 'run.allow_changes=[{keys}]'."
-        )
-    different = [c for c in changes if _within(c.key, ("model",)) and not _within(c.key, FREE)]
-    if not different:
-        return ""
-    return f"warning: {step_folder} belongs to a run with another architecture ({stored}):\n{_diff(different)}"
-
-
 def replace_file(path: Path, text: str) -> None:
     """Write `text` to `path` so that a crash leaves the old file or the new one, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -328,11 +245,6 @@ def replace_file(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def _refused(changes: Sequence[Change], guarded: Sequence[str], config: Config) -> list[Change]:
-    allowed = (*FREE, *config.run.allow_changes)
-    return [change for change in changes if _within(change.key, guarded) and not _within(change.key, allowed)]
 
 
 def _check_against_stored(config: Config, path: Path) -> list[Change]:
@@ -377,31 +289,6 @@ def _record_environment(path: Path, attempt: int, world_size: int) -> str:
         attempts = [entry]
     replace_file(file, json.dumps({"attempts": attempts}, indent=2) + "\n")
     return notice
-
-
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        elif not isinstance(value, dict):
-            yield f"{prefix}{name}", value
-
-
-def _within(key: str, sections: Sequence[str]) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
-
-
-def _diff(changes: Sequence[Change]) -> str:
-    return "\n".join(f"  {c.key}: {_value(c.old)} -> {_value(c.new)}" for c in changes)
-
-
-def _value(value: Any) -> str:
-    return json.dumps(value)
-
-
-def _changes_text(changes: Sequence[Change]) -> str:
-    visible = [change for change in changes if not change.key.startswith("run.allow_changes")]
-    return f"settings that differ from the last attempt:\n{_diff(visible)}" if visible else ""
 
 
 def _finished_text(path: Path, status: Mapping[str, Any]) -> str:

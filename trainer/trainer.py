@@ -19,6 +19,7 @@ from comms.symmetric_memory import NoRoomError
 from parallel.mesh import build_mesh
 from trainer.banner import describe_layout, describe_run, describe_sources
 from trainer.build import build_model, choose_expert_tiles
+from trainer.changes import check_architecture
 from trainer.check_exchange import check_device
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import find_checkpoint
@@ -35,7 +36,7 @@ from trainer.metrics import RunMetrics
 from trainer.optim import build_optimizer, learning_rate, set_learning_rate
 from trainer.peers import Peers
 from trainer.profiler import StepProfiler
-from trainer.run import RunFolder, check_architecture, write_status
+from trainer.run import RunFolder, write_status
 from trainer.run_lock import RunLock
 from trainer.settle import enter_folder, settle, total_steps
 from trainer.step import StepResult, train_step

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from trainer.changes import changed_settings, check_architecture
 from trainer.compose import load_config
 from trainer.config import Config, SourceConfig
 from trainer.run import (
     RunFolder,
-    changed_settings,
-    check_architecture,
     new_run_id,
     prepare_run_folder,
     read_status,
