@@ -31,15 +31,14 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_group_size_by_name, _resolve_process_group  # pyright: ignore
+from torch.distributed.distributed_c10d import _get_group_size_by_name  # pyright: ignore
 
 from comms.collectives import gather_dim, reduce_scatter
 from comms.operators import operator, register_fake
-from comms.peer_buffers import buffers_of
+from comms.peer_buffers import transport_of
 from comms.products import AS_THEY_ARE, Product, find_product
-from comms.shard_transport import Inbox, Messages, Outbox, Transport
+from comms.shard_transport import Inbox, Outbox, Transport
 
 # Multiplications of one rank from which GPUs overlap, over all maps that share a gather, and of a scatter: rows of all
 # ranks x X x Y. With fewer, launches and signals (a gather's in backward) take longer than the transfer that they hide:
@@ -174,7 +173,7 @@ class _MatmulScatter(torch.autograd.Function):
 def gather_matmul(x_ORX: Tensor, weights: list[Tensor], group_name: str, products: str) -> list[Tensor]:
     """(O, C, Y) for each weight (Y, X)."""
     found = _divided(products)
-    transport = _transport(x_ORX, group_name)
+    transport = transport_of(x_ORX, group_name)
     # Rows travel coded if that is what all weights multiply.
     common = found[0] if len(set(products.split(_BETWEEN))) == 1 else None
     sent = x_ORX.contiguous() if common is None else common.sent_as(x_ORX.contiguous())
@@ -200,7 +199,7 @@ def gather_matmul_backward(
 ) -> list[Tensor]:
     """Gradients of x and of every weight; empty where not needed."""
     grads, multiplying = [grad.contiguous() for grad in grads], _divided(products)
-    transport = _transport(x_ORX, group_name)
+    transport = transport_of(x_ORX, group_name)
     found = [x_ORX.new_empty(0) for _ in range(1 + len(weights))]
     # The shards travel again while dx is computed, and parts of dx while weight gradients are.
     with _maybe_gathered(transport, x_ORX, any(needs_weights)) as inbox, ExitStack() as stack:
@@ -222,7 +221,7 @@ def gather_matmul_backward(
 @operator("matmul_scatter")
 def matmul_scatter(x_OCX: Tensor, weight_YX: Tensor, group_name: str, product: str) -> Tensor:
     """(O, R, Y): this rank's rows of the sum over ranks."""
-    transport, found = _transport(x_OCX, group_name), find_product(product)
+    transport, found = transport_of(x_OCX, group_name), find_product(product)
     with closing(_outbox(transport, x_OCX, weight_YX.shape[0], x_OCX)) as outbox:
         _multiply_and_send(outbox, [x_OCX.contiguous()], [found.weight(weight_YX)], [found])
         return outbox.total()
@@ -239,7 +238,7 @@ def matmul_scatter_backward(
     needs_weight: bool,
 ) -> list[Tensor]:
     """Gradients of x and of the weight, of one gather; empty where not needed."""
-    transport, multiplying = _transport(x_OCX, group_name), find_product(product)
+    transport, multiplying = transport_of(x_OCX, group_name), find_product(product)
     found = [grad_ORY.new_empty(0), grad_ORY.new_empty(0)]
     with _maybe_gathered(transport, grad_ORY, needs_x or needs_weight) as inbox:
         if inbox is not None and needs_x:
@@ -294,11 +293,6 @@ def _(
 
 
 # ---- what the operators are made of
-
-
-def _transport(x: Tensor, group_name: str) -> Transport:
-    group: dist.ProcessGroup = _resolve_process_group(group_name)  # pyright: ignore
-    return buffers_of(group, x.device) if x.is_cuda else Messages(group)
 
 
 @contextmanager

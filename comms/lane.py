@@ -123,11 +123,19 @@ class Lane:
         if self._used:
             self.handle.wait_signal(rank, _CREDIT, self.timeout_ms)
 
-    def give_credits(self) -> None:
-        """Everything that came has been read; the next use needs the others' word for the same."""
-        for rank in after(self.rank, self.size):
-            self.handle.put_signal(rank, _CREDIT, self.timeout_ms)
+    def give_credits(self, then: Moment) -> None:
+        """From that moment on everything that came has been read; the next use needs the others' word for the same.
+
+        On the stream of signals: neither products nor copies wait for it.
+        """
+        with self.on(self.streams.signals, then):
+            for rank in after(self.rank, self.size):
+                self.handle.put_signal(rank, _CREDIT, self.timeout_ms)
+            given = self.now()
         self._used = True
+        # A graph ends where all of its streams meet.
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self.wait_for(given)
 
     def signal_piece(self, to: int, number: int) -> None:
         """Tell a peer that a piece for it is in its buffer, or in this one for it to pull."""

@@ -34,12 +34,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore
 
 from comms.lane import Handle, Lane, Moment, Streams
 from comms.shard_transport import (
     Inbox,
+    Messages,
     Outbox,
     Part,
+    Transport,
     after,
     cut,
     cut_sum,
@@ -96,7 +99,7 @@ class _BufferInbox:
             for to in reversed(after(lane.rank, lane.size)):
                 lane.take_credit(to)
                 for number, place in enumerate(self.views.theirs[to]):
-                    _copy_runs(runs[number], place)
+                    copy_runs(runs[number], place)
                     lane.signal_piece(to, number)
             self.sent = lane.now()
 
@@ -127,14 +130,14 @@ class _BufferInbox:
 
     def whole(self) -> Tensor:
         # Not beside products: such a copy takes their thread blocks.
-        _copy_runs(runs_of(self.shard), self.views.own)
+        copy_runs(runs_of(self.shard), self.views.own)
         self._wait_all()
         return self.lane.view(self.lane.rank, self.shape, self.shard.dtype)
 
     def close(self) -> None:
         self._wait_all()
+        self.lane.give_credits(self.lane.now())
         self.lane.wait_for(self.sent)
-        self.lane.give_credits()
 
     def _wait(self, source: int, number: int) -> None:
         if (source, number) not in self.arrived:
@@ -217,7 +220,7 @@ class _BufferOutbox:
             lane.wait_piece(source, number)
             told = lane.now()
         with lane.on(lane.streams.copies, told):
-            _copy_runs(self.views.theirs[source][number], runs_of(self._sum_of(source, number)))
+            copy_runs(self.views.theirs[source][number], runs_of(self._sum_of(source, number)))
             self.arrived.append(lane.now())
 
     def total(self) -> Tensor:
@@ -225,12 +228,7 @@ class _BufferOutbox:
         return self.found[0] if self.adds else sum_ascending(self.found)
 
     def close(self) -> None:
-        last = self.arrived[-1] if self.arrived else self.lane.now()
-        with self.lane.on(self.lane.streams.signals, last):
-            self.lane.give_credits()
-            given = self.lane.now()
-        # A graph ends where all of its streams meet.
-        self.lane.wait_for(given)
+        self.lane.give_credits(self.arrived[-1] if self.arrived else self.lane.now())
 
     def _sum_of(self, rank: int, number: int) -> Tensor:
         return self.sums[0 if self.adds else rank][number]
@@ -241,10 +239,12 @@ def runs_of(x_ORX: Tensor) -> Runs:
     return [x_ORX] if x_ORX.is_contiguous() else list(x_ORX.unbind())
 
 
-def _copy_runs(source: Runs, target: Runs) -> None:
-    # A shard in one run may go where sequences lie apart.
+def copy_runs(source: Runs, target: Runs) -> None:
+    """Run by run; what is one run on one side may be several on the other, one for each sequence."""
     if len(source) < len(target):
         source = list(source[0].unbind())
+    elif len(target) < len(source):
+        target = list(target[0].unbind())
     for run, place in zip(source, target, strict=True):
         _copy(run, place)
 
@@ -276,6 +276,12 @@ def buffers_of(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers:
 
         _BUFFERS[name] = PeerBuffers(lane(), lane())
     return _BUFFERS[name]
+
+
+def transport_of(x: Tensor, group_name: str) -> Transport:
+    """How rows of x travel in a group: by buffers between GPUs, by messages on CPUs."""
+    group: dist.ProcessGroup = _resolve_process_group(group_name)  # pyright: ignore
+    return buffers_of(group, x.device) if x.is_cuda else Messages(group)
 
 
 def forget_buffers() -> None:

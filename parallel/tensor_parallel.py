@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from comms.async_tp import all_gather_matmul, matmul_reduce_scatter
 from comms.collectives import all_reduce, gather_dim, reduce_scatter
 from comms.products import AS_THEY_ARE
+from comms.row_collectives import gather_rows, scatter_rows
 from moe.linear_maps import LinearMaps, apply_weight, local
 from moe.low_precision_linear import LowPrecisionLinear
 from parallel.mesh import Mesh
@@ -122,12 +123,16 @@ class TensorParallelMaps(LinearMaps):
 
     def contract(self, x_BCX: Tensor, linear: nn.Linear) -> Tensor:
         """This rank's part of the sum, added up over the ranks, of which it keeps its own tokens."""
-        y_BLY = reduce_scatter(apply_weight(linear, x_BCX, local(linear.weight)), TOKENS, self.group)
+        y_BLY = self.scatter(apply_weight(linear, x_BCX, local(linear.weight)))
         return y_BLY if linear.bias is None else y_BLY + linear.bias
 
     def gather(self, x_BLX: Tensor) -> Tensor:
         """Every rank's tokens."""
         return gather_dim(x_BLX, TOKENS, self.group)
+
+    def scatter(self, x_BCX: Tensor) -> Tensor:
+        """Of the sum over the ranks, this rank's tokens."""
+        return reduce_scatter(x_BCX, TOKENS, self.group)
 
     def embed(self, tokens_BC: Tensor, weight_VD: Tensor) -> Tensor:
         """The rows that are here, from every rank, for its own tokens."""
@@ -135,7 +140,7 @@ class TensorParallelMaps(LinearMaps):
         row_BC = tokens_BC - self.rank * rows_VD.shape[0]
         is_here_BC = (row_BC >= 0) & (row_BC < rows_VD.shape[0])
         found_BCD = F.embedding(torch.where(is_here_BC, row_BC, 0), rows_VD)
-        return reduce_scatter(torch.where(is_here_BC.unsqueeze(-1), found_BCD, 0.0), TOKENS, self.group)
+        return self.scatter(torch.where(is_here_BC.unsqueeze(-1), found_BCD, 0.0))
 
     def join_vocabulary(self, logits_BCV: Tensor) -> Tensor:
         """Every rank's columns."""
@@ -170,6 +175,14 @@ class AsyncTensorParallelMaps(TensorParallelMaps):
         """This rank's tokens of the sum over the ranks."""
         y_BLY = matmul_reduce_scatter(x_BCX, local(linear.weight), TOKENS, self.group, product=product_of(linear))
         return y_BLY if linear.bias is None else y_BLY + linear.bias
+
+    def gather(self, x_BLX: Tensor) -> Tensor:
+        """Every rank's tokens, for what is no map of this class."""
+        return gather_rows(x_BLX, TOKENS, self.group)
+
+    def scatter(self, x_BCX: Tensor) -> Tensor:
+        """Of the sum over the ranks, this rank's tokens."""
+        return scatter_rows(x_BCX, TOKENS, self.group)
 
     def transfers(self, module: nn.Module, num_rows: int) -> list[Transfer]:
         """Those of a module's maps, with so many tokens of all ranks."""

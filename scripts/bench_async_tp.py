@@ -8,14 +8,15 @@
     python scripts/bench_async_tp.py --dry-run                       tiny sizes on 2 CPU processes
 
 Cases: `gather` multiplies [M / ranks, K] per rank, gathered along M, by [K, N / ranks]; `scatter` multiplies
-[M, K / ranks] by [K / ranks, N], summed and scattered along M. bf16; backward is dX and dW. Sides:
+[M, K / ranks] by [K / ranks, N], summed and scattered along M. bf16; backward is dX and dW. `gather_rows` and
+`scatter_rows` move [4, M / 4, K] along its second dim and multiply nothing (N is 0). Sides:
 
     matmul   the products alone: whole operands are there, nothing travels
     nccl     all-gather and then the product; product and then reduce-scatter (comms/collectives.py): the plain path,
              which small products take; `ours` should win from `work_to_overlap` on
     torch    torch.ops.symm_mem.fused_*; the gather for dW, which has no fused operator, by NCCL. Only if asked for
              (--sides matmul,nccl,torch,ours, few sizes): beside others it did not end in two of three runs
-    ours     comms/async_tp.py, overlapped at every size
+    ours     comms/async_tp.py and comms/row_collectives.py, overlapped at every size
 
 A time is the median over rounds of the slowest rank, launches already queued. `/ matmul` stands for "time over that of
 the products alone"; `host` is how long the host is busy with forward and backward; `error` is the norm-wise difference
@@ -45,6 +46,7 @@ from comms import shard_transport
 from comms.async_tp import all_gather_matmul, matmul_reduce_scatter, work_to_overlap
 from comms.collectives import gather_dim, reduce_scatter
 from comms.products import AS_THEY_ARE, find_product, register_product
+from comms.row_collectives import gather_rows, scatter_rows
 from moe.config import LOW_PRECISION
 from moe.low_precision_linear import LowPrecisionProduct
 from moe.recipes import resolve_recipe
@@ -56,6 +58,9 @@ from scripts.tp_blocks import measure_blocks
 from trainer.parity import relative_error
 
 SIDES = ("matmul", "nccl", "torch", "ours")
+KINDS = ("gather", "scatter", "gather_rows", "scatter_rows")
+# Nothing is multiplied with them: [SEQUENCES, M / SEQUENCES, K].
+ROWS_ALONE, SEQUENCES = KINDS[2:], 4
 CUDA = torch.device("cuda")
 ROWS = "512,1024,2048,4096,8192,16384,32768"
 COLUMNS = {
@@ -68,7 +73,7 @@ DEFAULT_PIECES = shard_transport.PIECE_ROWS, shard_transport.SUM_PIECE_ROWS
 
 
 class Case(NamedTuple):
-    """kind: gather or scatter; rows of all ranks, width of the whole product and of the whole contraction.
+    """kind: one of KINDS; rows of all ranks, width of the whole product and of the whole contraction.
 
     piece_rows: 0 is the default of the kind.
     """
@@ -119,29 +124,40 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=int(os.environ.get("WORLD_SIZE", "2")))
     parser.add_argument("--rows", default=ROWS, help="M, rows of all ranks; default: %(default)s")
     parser.add_argument("--widths", default="8192x8192,8192x4096", help="N x K; default: %(default)s")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
     parser.add_argument("--piece-rows", default="0", help="0, the default: as training does")
     parser.add_argument("--sides", default="matmul,nccl,ours", help="default: %(default)s; and torch")
     parser.add_argument("--recipe", default="bf16", choices=("bf16", *LOW_PRECISION), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-block", action="store_true", help="leave the blocks of a model out")
     parser.add_argument("--eager", action="store_true", help="do not compile the blocks of a model")
-    parser.add_argument("--trace", type=Path, help="folder for profiler traces of the blocks, one per mode, of rank 0")
+    parser.add_argument("--trace", type=Path, help="folder for profiler traces of the blocks")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--out", type=Path, help="default: benchmarks/async_tp_CARD.json; none for a dry run")
     parser.add_argument("--commit", help="commit to note; default: asked from git")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on 2 CPU processes")
     arguments = parser.parse_args(argv)
-    arguments.sides = arguments.sides.split(",")
-    if unknown := set(arguments.sides) - set(SIDES):
-        parser.error(f"--sides: {', '.join(sorted(unknown))} is not known; choose from {', '.join(SIDES)}")
+    for option, known in (("sides", SIDES), ("kinds", KINDS)):
+        given = getattr(arguments, option).split(",")
+        setattr(arguments, option, given)
+        if unknown := set(given) - set(known):
+            parser.error(f"--{option}: {', '.join(sorted(unknown))} is not known; choose from {', '.join(known)}")
     try:
         arguments.cases = cases_of(arguments)
     except ValueError as error:
         parser.error(f"--rows and --piece-rows are numbers divided by commas, --widths are like 8192x4096 ({error})")
-    wrong = [case for case in arguments.cases if any(size % arguments.nproc for size in case[1:4])]
+    wrong = [case for case in arguments.cases if not _divides(case, arguments.nproc)]
     if wrong or arguments.rounds <= 0:
-        parser.error(f"M, N and K must be multiples of --nproc={arguments.nproc} and --rounds positive; wrong: {wrong}")
+        parser.error(
+            f"M, N and K must be multiples of --nproc={arguments.nproc}, M of {SEQUENCES} times that where rows are "
+            f"alone, and --rounds positive; wrong: {wrong}"
+        )
     return arguments
+
+
+def _divides(case: Case, nproc: int) -> bool:
+    sequences = SEQUENCES if case.kind in ROWS_ALONE else 1
+    return case.M % (sequences * nproc) == 0 and case.N % nproc == 0 and case.K % nproc == 0
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
@@ -152,18 +168,19 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
         # Blocks of low precision, where there are any.
         unit = arguments.nproc * (1 if arguments.recipe == "bf16" else 32)
         rows_unit = arguments.nproc
-        return [
-            Case(kind, rows * rows_unit, 12 * unit, 8 * unit, 8) for kind in ("gather", "scatter") for rows in (8, 30)
-        ]
+        found = [Case(kind, rows * rows_unit, 12 * unit, 8 * unit, 8) for kind in arguments.kinds for rows in (8, 32)]
+        return [case._replace(N=0) if case.kind in ROWS_ALONE else case for case in found]
     widths = [tuple(int(size) for size in pair.split("x")) for pair in arguments.widths.split(",")]
     rows, pieces = ([int(size) for size in text.split(",")] for text in (arguments.rows, arguments.piece_rows))
-    return [
-        Case(kind, M, N, K, piece_rows)
+    found = [
+        Case(kind, M, 0 if kind in ROWS_ALONE else N, K, piece_rows)
         for N, K in widths
         for M in rows
-        for kind in ("gather", "scatter")
+        for kind in arguments.kinds
         for piece_rows in pieces
     ]
+    # Two products may have rows of the same width.
+    return list(dict.fromkeys(found))
 
 
 def describe(arguments: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
@@ -264,16 +281,13 @@ def set_pieces(piece_rows: int) -> None:
 
 def sides_of(case: Case, device: torch.device, names: Sequence[str], recipe: str) -> dict[str, Calls]:
     """What to time of each side, on operands of this rank."""
+    if case.kind in ROWS_ALONE:
+        return sides_of_rows(case, device, names, recipe)
     assert dist.group.WORLD is not None
     size, group = dist.get_world_size(), dist.group.WORLD.group_name
-    generator = torch.Generator(device).manual_seed(dist.get_rank())
-    dtype = torch.float32 if device.type == "cpu" and recipe == "bf16" else torch.bfloat16
+    random = random_on(device, recipe)
     product = product_named(recipe, device)
     linear = find_product(product).linear
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
-
     M, N, K = case.M, case.N, case.K
     if case.kind == "gather":
         x, weight, grad = random(M // size, K), random(N // size, K) / K**0.5, random(M, N // size)
@@ -290,11 +304,33 @@ def sides_of(case: Case, device: torch.device, names: Sequence[str], recipe: str
             "nccl": lambda x, w: reduce_scatter(linear(x, w), 0, group),
             "ours": lambda x, w: matmul_reduce_scatter(x, w, 0, group, 0, product),
         }
-    found = {"matmul": through_autograd(linear, whole_x, weight, whole_grad)}
-    found |= {name: through_autograd(forward, x, weight, grad) for name, forward in forwards.items()}
+    found = {"matmul": through_autograd(linear, [whole_x, weight], whole_grad)}
+    found |= {name: through_autograd(forward, [x, weight], grad) for name, forward in forwards.items()}
     if device.type == "cuda" and recipe == "bf16":
         found["torch"] = fused_by_torch(case.kind, x, weight, grad, group)
     return {name: found[name] for name in names if name in found}
+
+
+def sides_of_rows(case: Case, device: torch.device, names: Sequence[str], recipe: str) -> dict[str, Calls]:
+    """What to time of each side where rows are alone."""
+    assert dist.group.WORLD is not None
+    size, group, random = dist.get_world_size(), dist.group.WORLD.group_name, random_on(device, recipe)
+    gathers, rows = case.kind == "gather_rows", case.M // SEQUENCES
+    shard, whole = random(SEQUENCES, rows // size, case.K), random(SEQUENCES, rows, case.K)
+    x, grad = (shard, whole) if gathers else (whole, shard)
+    collective, ours = (gather_dim, gather_rows) if gathers else (reduce_scatter, scatter_rows)
+    found = {
+        "nccl": through_autograd(lambda x: collective(x, 1, group), [x], grad),
+        "ours": through_autograd(lambda x: ours(x, 1, group, 0), [x], grad),
+    }
+    return {name: found[name] for name in names if name in found}
+
+
+def random_on(device: torch.device, recipe: str) -> Callable[..., Tensor]:
+    """Shape -> numbers that differ by rank."""
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    dtype = torch.float32 if device.type == "cpu" and recipe == "bf16" else torch.bfloat16
+    return lambda *shape: torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
 
 def product_named(recipe: str, device: torch.device) -> str:
@@ -305,14 +341,14 @@ def product_named(recipe: str, device: torch.device) -> str:
     return register_product(product.name, product)
 
 
-def through_autograd(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, grad: Tensor) -> Calls:
+def through_autograd(function: Callable[..., Tensor], operands: list[Tensor], grad: Tensor) -> Calls:
     """Forward without a graph, and backward of a graph that is kept."""
-    leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+    leaves = [operand.detach().requires_grad_() for operand in operands]
     out = function(*leaves)
 
     def forward() -> Tensor:
         with torch.no_grad():
-            return function(x, weight)
+            return function(*operands)
 
     return Calls(forward, lambda: list(torch.autograd.grad(out, leaves, grad, retain_graph=True)))
 

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from parallel.config import ParallelConfig
 from parallel.mesh import build_mesh
-from scripts.bench_times import host_seconds, max_over_ranks, seconds_of
+from scripts.bench_times import CYCLES_PER_SECOND, MOST_LEAD, host_seconds, max_over_ranks, seconds_of
 from trainer.build import build_model
 from trainer.config import Config, PrecisionConfig, TrainConfig
 from trainer.models.config import AttentionConfig, ModelConfig
@@ -44,7 +44,7 @@ def measure_blocks(arguments: argparse.Namespace, device: torch.device) -> tuple
     steps = {mode: blocks_step(arguments, device, mode) for mode in ("none", "native")}
     if arguments.trace is not None:
         for mode, step in steps.items():
-            trace_step(step, arguments.trace / f"blocks_{mode}.json.gz")
+            trace_step(step, arguments.trace, mode)
     warm, calls = (0, 1) if arguments.dry_run else (10, 10)
     rounds: dict[str, list[float]] = {mode: [] for mode in steps}
     hosts: dict[str, float] = {}
@@ -90,14 +90,26 @@ def blocks_step(arguments: argparse.Namespace, device: torch.device, mode: str) 
     return step
 
 
-def trace_step(step: Callable[[], None], path: Path) -> None:
-    """A profiler's trace of one step, the second one, written by rank 0; chrome://tracing and Perfetto show it."""
+def trace_step(step: Callable[[], None], folder: Path, mode: str) -> None:
+    """Profiler's traces, for chrome://tracing and Perfetto: of rank 0's host and device, and of each rank's device.
+
+    The first shows what the host spends its time on, which the profiler makes longer: the device waits for it there. In
+    the others the device has everything before it begins, and is at work for some steps before.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     step()
-    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    with profile(activities=kinds) as trace:
+    has_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * has_gpu) as trace:
         step()
-        if torch.cuda.is_available():
+        if has_gpu:
             torch.cuda.synchronize()
     if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(str(path))
+        trace.export_chrome_trace(str(folder / f"blocks_{mode}_host.json.gz"))
+    if not has_gpu:
+        return
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        torch.cuda._sleep(int(MOST_LEAD * CYCLES_PER_SECOND))
+        for _ in range(4):
+            step()
+        torch.cuda.synchronize()
+    trace.export_chrome_trace(str(folder / f"blocks_{mode}_rank{dist.get_rank()}.json.gz"))

@@ -24,6 +24,7 @@ from comms import async_tp, peer_buffers
 from comms.async_tp import all_gather_matmul, matmul_reduce_scatter
 from comms.collectives import gather_dim, reduce_scatter
 from comms.products import AS_THEY_ARE, register_product
+from comms.row_collectives import gather_rows, scatter_rows
 from moe.low_precision_linear import LowPrecisionProduct
 from moe.recipes import resolve_recipe
 from parallel.config import ParallelConfig
@@ -116,6 +117,20 @@ def rows_in_low_precision_travel_coded(device: torch.device) -> None:
     assert_close(ours, theirs, 8e-3)
 
 
+def rows_alone(device: torch.device) -> None:
+    """Gathers bit by bit, and sums of two, which NCCL rounds once, too; results stay when buffers are used again."""
+    kept = []
+    for dtype in BOUNDS:
+        for shape, dim in (((4, 512, 1024), 1), ((3, 333, 64), 1), ((4097, 3, 64), 0), ((1, 9001, 8), 1)):
+            x = random_tensor(device, dtype, *shape)
+            wide = random_tensor(device, dtype, *shape[:dim], 2 * shape[dim], *shape[dim + 1 :], seed=1)
+            for ours, theirs, given in ((gather_rows, gather_dim, x), (scatter_rows, reduce_scatter, wide)):
+                found = results((ours(given, dim, world(), ALWAYS),), [given])
+                assert all(map(torch.equal, found, results((theirs(given, dim, world()),), [given]))), (shape, dtype)
+                kept += [(result, result.clone()) for result in found]
+    assert all(torch.equal(*pair) for pair in kept)
+
+
 def few_rows_take_the_plain_path(device: torch.device) -> None:
     """No buffer is made for them, and the numbers are the same."""
     peer_buffers.forget_buffers()
@@ -127,8 +142,11 @@ def few_rows_take_the_plain_path(device: torch.device) -> None:
 
 
 def layer(x: Tensor, up: Tensor, down: Tensor, min_work: int = ALWAYS) -> Tensor:
+    """With rows alone at its ends, as a model has them: what its embedding sums, and what its head wants."""
+    x = scatter_rows(torch.cat([x, x], dim=1), 1, world(), min_work)
     (y,) = all_gather_matmul(x, [up], 1, world(), min_work)
-    return matmul_reduce_scatter(y.relu(), down, 1, world(), min_work)
+    z = matmul_reduce_scatter(y.relu(), down, 1, world(), min_work)
+    return gather_rows(z, 1, world(), min_work)
 
 
 def operands(device: torch.device, dtype: torch.dtype, rows: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,6 +277,7 @@ CHECKS: dict[str, Check] = {
         case_56_fused_equals_unfused_at_every_dim,
         large_bf16,
         rows_in_low_precision_travel_coded,
+        rows_alone,
         few_rows_take_the_plain_path,
         the_host_waits_for_nothing,
         other_collectives_run_beside,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench_async_tp import SIDES, cases_of, main, parse_arguments
+from scripts.bench_async_tp import KINDS, ROWS_ALONE, SIDES, cases_of, main, parse_arguments
 from scripts.bench_times import LEAD, MOST_LEAD, lead_for
 from scripts.tp_blocks import trace_step
 from tests.distributed.harness import end_workers
@@ -29,11 +29,13 @@ def test_dry_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert json.loads(file.read_text()) == {"2_gpus": result}
     assert (result["card"], result["commit"], result["nproc"]) == ("cpu", "abc", 2)
     assert [(case["kind"], case["M"]) for case in result["cases"]] == [
-        ("gather", 16), ("gather", 60), ("scatter", 16), ("scatter", 60),
-    ]  # fmt: skip
+        (kind, rows) for kind in KINDS for rows in (16, 64)
+    ]
     for case in result["cases"]:
-        assert set(case["sides"]) == set(SIDES) - {"torch"}
-        assert case["sides"]["matmul"]["forward_ratio"] == case["sides"]["matmul"]["backward_ratio"] == 1.0
+        alone = case["kind"] in ROWS_ALONE
+        assert set(case["sides"]) == set(SIDES) - {"torch"} - ({"matmul"} if alone else set())
+        if not alone:
+            assert case["sides"]["matmul"]["forward_ratio"] == case["sides"]["matmul"]["backward_ratio"] == 1.0
         for side in ("ours",):
             # fp32 in another order of sums.
             assert case["sides"][side]["error"] < 1e-5
@@ -55,8 +57,8 @@ def test_low_precision(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
 def test_the_second_step_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     steps: list[torch.Tensor] = []
-    trace_step(lambda: steps.append(torch.ones(3).cumsum(0)), tmp_path / "new" / "blocks.json.gz")
-    with gzip.open(tmp_path / "new" / "blocks.json.gz") as file:
+    trace_step(lambda: steps.append(torch.ones(3).cumsum(0)), tmp_path / "new", "native")
+    with gzip.open(tmp_path / "new" / "blocks_native_host.json.gz") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert len(steps) == 2 and names.count("aten::cumsum") == 1
 
@@ -70,7 +72,11 @@ def test_a_pause_hides_the_launches_of_all_calls() -> None:
 
 def test_cases() -> None:
     cases = parse_arguments(["--rows", "512,8192", "--widths", "8192x4096", "--piece-rows", "2048,4096"]).cases
-    assert len(cases) == 8 and cases[0] == ("gather", 512, 8192, 4096, 2048)
+    assert len(cases) == 16 and cases[0] == ("gather", 512, 8192, 4096, 2048)
+    assert ("scatter_rows", 8192, 0, 4096, 2048) in cases
+    # Two products whose rows are alike.
+    pair = ["--rows", "512", "--widths", "8192x4096,4096x4096", "--kinds", "gather,gather_rows"]
+    assert [case.N for case in parse_arguments(pair).cases] == [8192, 0, 4096]
     published = {("gather", 8192, 8192, 8192), ("scatter", 16384, 8192, 4096)}
     assert published <= {case[:4] for case in cases_of(parse_arguments([]))}
 
@@ -78,6 +84,8 @@ def test_cases() -> None:
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["--sides", "ours,theirs"], "theirs is not known"),
+        (["--kinds", "gather,all"], "all is not known"),
+        (["--rows", "12", "--kinds", "gather_rows"], "of 4 times that where rows are alone"),
         (["--widths", "8192"], "like 8192x4096"),
         (["--rows", "511"], "multiples of --nproc=2"),
     ):

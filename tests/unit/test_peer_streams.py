@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comms import peer_buffers, shard_transport
+from comms import peer_buffers, row_collectives, shard_transport
 from comms.async_tp import _multiply_and_send
 from comms.lane import Lane, Streams
 from comms.peer_buffers import PeerBuffers
@@ -207,3 +207,63 @@ def wrong_results(size: int, widths: list[int], seed: int, rows: int = 4) -> lis
 @pytest.mark.parametrize("widths", [[6] * 8, [6, 3, 6, 2] * 2], ids=["alike", "mixed"])
 def test_nothing_is_read_before_it_is_there_nor_written_while_it_is_read(size: int, widths: list[int]) -> None:
     assert wrong_results(size, widths, seed=size) == []
+
+
+def wrong_rows(size: int, seed: int) -> list[str]:
+    """Rounds of gathers and reduce-scatters with nothing to multiply, one behind the other, of sizes that change."""
+    ranks, streams = ranks_of(size, seed)
+    generator = torch.Generator().manual_seed(seed)
+    rounds = [
+        (
+            torch.randn(size, outer, rows, 3, generator=generator, dtype=torch.float64),
+            torch.randn(size, outer, size * rows, 3, generator=generator, dtype=torch.float64),
+        )
+        for outer, rows in ((2, 4), (2, 4), (3, 1), (1, 5), (2, 4), (2, 4))
+    ]
+    found: list[str] = []
+
+    def work(rank: int) -> None:
+        _current.streams, _current.rank = [streams[rank]["compute"]], rank
+        kept: list[list[Tensor]] = []
+        try:
+            for shards, wide in rounds:
+                shard, mine = shards[rank].clone(), wide[rank].clone()
+                results = [
+                    row_collectives.gathered_rows(shard, "peers"),
+                    row_collectives.scattered_rows(mine, "peers"),
+                ]
+                kept.append([torch.full_like(result, float("nan")) for result in results])
+                for result, place in zip(results, kept[-1], strict=True):
+                    copied(result, place)
+                # Memory of operands is then somebody else's; what was found is nobody's but the caller's.
+                issue(partial(shard.fill_, float("nan")))
+                issue(partial(mine.fill_, float("nan")))
+            for stream in streams[rank].values():
+                stream.finish()
+                found.extend(stream.failures)
+        except BaseException as failure:
+            found.append(repr(failure))
+        for number, ((shards, wide), (whole, total)) in enumerate(zip(rounds, kept, strict=False)):
+            rows = shards.shape[2]
+            if not torch.equal(whole, shards.transpose(0, 1).flatten(1, 2)):
+                found.append(f"rank {rank}, round {number}: gathered rows")
+            if not torch.allclose(total, wide.sum(0)[:, rank * rows : (rank + 1) * rows], rtol=1e-10, atol=1e-10):
+                found.append(f"rank {rank}, round {number}: sums")
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    added = {
+        "transport_of": lambda _x, _name: ranks[_current.rank],
+        "_size": lambda _name: size,
+        "_add": lambda space, piece: issue(lambda: space.add_(piece)),
+    }
+    with by_streams(), patch.multiple(row_collectives, **added), torch.no_grad():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    return found + [f"rank {rank} does not end" for rank, thread in enumerate(threads) if thread.is_alive()]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_alone_arrive_before_they_are_read(size: int) -> None:
+    assert wrong_rows(size, seed=size) == []

@@ -1,0 +1,160 @@
+"""Gathers and reduce-scatters of split activations that nothing is multiplied with, by the ways of comms/async_tp.py.
+
+    gather_rows     every rank's rows, in rank order; its gradient is a reduce-scatter
+    scatter_rows    the sum over ranks, of which each rank keeps its rows; its gradient gathers
+
+Two GPUs move rows by copy engines at 350 GB/s where NCCL moves 220, and put them where they belong, or read them where
+they are, while others travel; a collective of NCCL wants rows of another dim than the first brought together before, or
+taken apart after it, by a copy of everything. Fewer rows, and more GPUs, take the collective.
+
+Parts are summed in ascending rank order, in fp32, and rounded once.
+
+Shapes: O whatever comes before the split dim, R rows of one rank's shard, C = N * R rows of all ranks, X width.
+"""
+
+import math
+from contextlib import closing
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_group_size_by_name  # pyright: ignore
+
+from comms.collectives import gather_dim, reduce_scatter
+from comms.operators import operator, register_fake
+from comms.peer_buffers import copy_runs, runs_of, transport_of
+
+# Bytes of one rank's rows of one sequence, which are one copy, from which two GPUs use copy engines
+# (scripts/bench_async_tp.py).
+MIN_RUN_BYTES = 2**22
+
+
+def gather_rows(x: Tensor, dim: int, group_name: str, min_run_bytes: int | None = None) -> Tensor:
+    """Every rank's `x`, concatenated along `dim` in rank order: (..., rows, ..., X) -> (..., N * rows, ..., X).
+
+    Args:
+        dim: of the rows; the last one takes the collective.
+        min_run_bytes: of this rank's rows of one sequence, from which the collective is not used; None: by device and
+            number of ranks.
+    """
+    dim = dim % x.dim()
+    if not _travels(x, x.numel(), dim, group_name, min_run_bytes):
+        return gather_dim(x, dim, group_name)
+    shape = list(x.shape)
+    shape[dim] *= _size(group_name)
+    found = _GatherRows.apply(_as_rows(x, dim), group_name)  # pyright: ignore
+    return cast(Tensor, found).reshape(shape)
+
+
+def scatter_rows(x: Tensor, dim: int, group_name: str, min_run_bytes: int | None = None) -> Tensor:
+    """The sum of every rank's `x`, of which this rank keeps its equal part of `dim`; arguments as of `gather_rows`.
+
+    Raises:
+        ValueError: `dim` does not divide by the number of ranks.
+    """
+    dim, size, shape = dim % x.dim(), _size(group_name), list(x.shape)
+    if shape[dim] % size:
+        raise ValueError(f"dim {dim} of {tuple(shape)} cannot be scattered over {size} ranks: it does not divide")
+    if not _travels(x, x.numel() // size, dim, group_name, min_run_bytes):
+        return reduce_scatter(x, dim, group_name)
+    shape[dim] //= size
+    found = _ScatterRows.apply(_as_rows(x, dim), group_name)  # pyright: ignore
+    return cast(Tensor, found).reshape(shape)
+
+
+def _travels(x: Tensor, numbers_of_shard: int, dim: int, group_name: str, min_run_bytes: int | None) -> bool:
+    if dim == x.dim() - 1:
+        return False
+    if min_run_bytes is None:
+        if x.is_cuda and _size(group_name) > 2:
+            return False
+        # Any on CPUs, where the collective is of no use but to be compared with.
+        min_run_bytes = MIN_RUN_BYTES if x.is_cuda else 0
+    return numbers_of_shard // max(math.prod(x.shape[:dim]), 1) * x.element_size() >= min_run_bytes
+
+
+def _size(group_name: str) -> int:
+    return _get_group_size_by_name(group_name)  # pyright: ignore
+
+
+def _as_rows(x: Tensor, dim: int) -> Tensor:
+    return x.reshape(math.prod(x.shape[:dim]), -1, x.shape[-1])
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ORX: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return gathered_rows(x_ORX, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return scattered_rows(grads[0], ctx.group_name), None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_OCX: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return scattered_rows(x_OCX, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gathered_rows(grads[0], ctx.group_name), None
+
+
+@operator("gathered_rows")
+def gathered_rows(x_ORX: Tensor, group_name: str) -> Tensor:
+    """(O, C, X). No result is memory that a peer may write."""
+    outer, num_rows, width = x_ORX.shape
+    out_OCX = x_ORX.new_empty(outer, _size(group_name) * num_rows, width)
+    # Rows of all sequences in one run: fewer copies, and pieces of whole sequences.
+    shard_1PX = x_ORX.contiguous().view(1, -1, width)
+    with closing(transport_of(x_ORX, group_name).gather(shard_1PX)) as inbox:
+        for rows, block_1PX in inbox.blocks():
+            rank, first = divmod(rows.start, max(outer * num_rows, 1))
+            _put(block_1PX[0], first, out_OCX[:, rank * num_rows : (rank + 1) * num_rows])
+    return out_OCX
+
+
+@operator("scattered_rows")
+def scattered_rows(x_OCX: Tensor, group_name: str) -> Tensor:
+    """(O, R, X)."""
+    outer, num_rows, width = x_OCX.shape
+    with closing(transport_of(x_OCX, group_name).scatter((outer, num_rows, width), x_OCX)) as outbox:
+        pieces = outbox.split(x_OCX)
+        for part in outbox.parts():
+            space, holds = outbox.space(part)
+            piece = pieces[part.rank][part.number]
+            if holds:
+                _add(space, piece)
+            else:
+                copy_runs(runs_of(piece), runs_of(space))
+            outbox.send(part)
+        return outbox.total()
+
+
+@register_fake(gathered_rows)
+def _(x_ORX: Tensor, group_name: str) -> Tensor:
+    outer, num_rows, width = x_ORX.shape
+    return x_ORX.new_empty(outer, _size(group_name) * num_rows, width)
+
+
+@register_fake(scattered_rows)
+def _(x_OCX: Tensor, group_name: str) -> Tensor:
+    outer, num_rows, width = x_OCX.shape
+    return x_OCX.new_empty(outer, num_rows // _size(group_name), width)
+
+
+def _put(rows_PX: Tensor, first: int, place_ORX: Tensor) -> None:
+    """Rows from `first` on, counted over all sequences, into theirs."""
+    num_rows, taken = place_ORX.shape[1], 0
+    while taken < rows_PX.shape[0]:
+        sequence, row = divmod(first + taken, num_rows)
+        count = min(num_rows - row, rows_PX.shape[0] - taken)
+        copy_runs([rows_PX[taken : taken + count]], [place_ORX[sequence, row : row + count]])
+        taken += count
+
+
+def _add(space: Tensor, piece: Tensor) -> None:
+    space.add_(piece)
