@@ -42,9 +42,6 @@ def measure_blocks(arguments: argparse.Namespace, device: torch.device) -> tuple
     Both are of cards at work, by turns: what is measured first would find them cool, and faster.
     """
     steps = {mode: blocks_step(arguments, device, mode) for mode in ("none", "native")}
-    if arguments.trace is not None:
-        for mode, step in steps.items():
-            trace_step(step, arguments.trace, mode)
     warm, calls = (0, 1) if arguments.dry_run else (10, 10)
     rounds: dict[str, list[float]] = {mode: [] for mode in steps}
     hosts: dict[str, float] = {}
@@ -57,6 +54,10 @@ def measure_blocks(arguments: argparse.Namespace, device: torch.device) -> tuple
             seconds = seconds_of(steps[mode], device, calls)
             if number:
                 rounds[mode].append(seconds)
+    # Afterwards: what a profiler leaves behind makes the host slower.
+    if arguments.trace is not None:
+        for mode, step in steps.items():
+            trace_step(step, arguments.trace, mode)
     return {mode: 1e3 * max_over_ranks(statistics.median(found)) for mode, found in rounds.items()}, hosts
 
 
