@@ -48,7 +48,7 @@ class MoEConfig:
     # full micro-batch, times etp). For comms.backend=symm_mem and nvshmem; null means the most that can come. More than
     # that stop the run before they change a weight.
     pair_capacity: float | None = None
-    # Route token t to experts (t*K + k) mod E whatever the scores: benchmarks only.
+    # Route the token at place t of its sequence to experts (t*K + k) mod E whatever the scores: benchmarks only.
     force_balance: bool = False
     # auto (fused on Hopper, else grouped_mm) | fused | grouped_mm | reference
     backend: str = "auto"

@@ -221,12 +221,9 @@ def _choose(
 def _balanced_ids(
     num_tokens: int, config: MoEConfig, device: torch.device, seq_len: int, sequence: SplitSequence | None
 ) -> Tensor:
-    """By the place of a token among those of whole sequences, so that a layout does not change them."""
-    if sequence is None:
-        index_T = torch.arange(num_tokens, device=device)
-    else:
-        whole_BS = torch.arange(num_tokens * sequence.num_parts, device=device).view(num_tokens // seq_len, -1)
-        index_T = sequence.part(whole_BS).flatten()
+    """By the place of a token in its whole sequence: neither its parts nor which sequences are here change that."""
+    places_1S = torch.arange(seq_len * (1 if sequence is None else sequence.num_parts), device=device)[None]
+    index_T = (places_1S if sequence is None else sequence.part(places_1S)).repeat(1, num_tokens // seq_len)[0]
     return (index_T[:, None] * config.top_k + torch.arange(config.top_k, device=device)) % config.num_experts
 
 

@@ -73,7 +73,8 @@ class TrainLoader:
     """This rank's batches, step after step, prepared in the background.
 
     fingerprint: names data and order; equal on all ranks of a healthy run. counts: per source, what was read and
-    skipped (documents, tokens, invalid_utf8, empty_files, truncated, samples_per_epoch)."""
+    skipped (documents, tokens, invalid_utf8, empty_files, truncated, samples_per_epoch). contents: per source, what was
+    read, in words."""
 
     def __init__(self, config: Config, opened: dict[str, TokenisedSource], dp_rank: int, dp_size: int) -> None:
         train, seed = config.train, config.run.seed
@@ -89,6 +90,7 @@ class TrainLoader:
         weights = {name: config.data.train[name].weight for name in opened}
         self._mixture = Mixture(weights, seed_key(seed, "train"))
         self.counts = {name: _counts(opened[name], packed) for name, packed in zip(opened, self._sources, strict=True)}
+        self.contents = {name: _contents(source) for name, source in opened.items()}
         digests = {name: (opened[name].corpus.digest, weight) for name, weight in weights.items()}
         self.fingerprint = _digest([seed, train.seq_len, config.data.document_mask, digests])
         self._next_sample = 0
@@ -156,6 +158,7 @@ class EvalSet:
         self.name = name
         self.num_samples = min(source.num_samples, limit) if limit > 0 else source.num_samples
         self.counts: dict[str, int] = {}
+        self.contents = ""
         self._source = source
         self._micro_batch_size = config.train.micro_batch_size
         self._seq_len = config.train.seq_len
@@ -201,7 +204,7 @@ def build_eval_sets(config: Config, tokenizer: Tokenizer, dp_rank: int, dp_size:
         opened = _open(config, tokenizer, "eval", name, source)
         packed = _pack(opened, config, seed_key(EVAL_KEY, "eval"), f"data.eval.{name}", keep_tail=True)
         sets[name] = EvalSet(name, packed, config, dp_rank, dp_size)
-        sets[name].counts = _counts(opened, packed)
+        sets[name].counts, sets[name].contents = _counts(opened, packed), _contents(opened)
     return sets
 
 
@@ -224,6 +227,11 @@ def _pack(opened: TokenisedSource, config: Config, key: int, where: str, keep_ta
 
 def _counts(opened: TokenisedSource, packed: PackedSource) -> dict[str, int]:
     return {**opened.counts, "truncated": packed.truncated, "samples_per_epoch": packed.num_samples}
+
+
+def _contents(opened: TokenisedSource) -> str:
+    corpus = opened.corpus
+    return f"{corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens, digest {corpus.digest[:8]}"
 
 
 def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:

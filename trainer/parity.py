@@ -9,6 +9,7 @@ The error of a tensor is ||a - b|| / ||b|| in fp64.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -63,6 +64,8 @@ class Bounds(NamedTuple):
 # shows 1e-15 and fp32 1e-6, the order of sums. bf16, whose partial sums are rounded to 8 bits before they are added
 # over ranks, shows 3e-2, if experts are chosen by position: of tokens near a tie some would go elsewhere.
 BOUNDS = {"fp64": Bounds(1e-10, 1e-10), "fp32": Bounds(5e-6, 5e-6), "bf16": Bounds(5e-2, 1e-2)}
+# Of the size of all tensors of a kind together, what each of them is taken to have at least.
+NOISE = 1e-3
 
 
 def trace_layout(
@@ -271,12 +274,12 @@ def _order(mismatch: Mismatch) -> tuple[int, bool, float]:
     return stage, quantity != mismatch.quantity, -mismatch.error
 
 
-def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """||a - b|| / ||b||; infinite when one of them is not finite, or b is zero and a is not."""
+def relative_error(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
+    """||a - b|| / max(||b||, least); infinite when one of them is not finite, or b is zero and a is not."""
     a, b = ours.double(), theirs.double()
     if not bool(torch.isfinite(a).all()) or not bool(torch.isfinite(b).all()):
         return float("inf")
-    difference, size = float((a - b).norm()), float(b.norm())
+    difference, size = float((a - b).norm()), max(float(b.norm()), least)
     if difference == 0.0:
         return 0.0
     return difference / size if size else float("inf")
@@ -284,8 +287,9 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 def worst_error(trace: Trace, reference: Trace) -> tuple[str, float]:
     """The gradient with the largest error, by name; one that is missing has an infinite one."""
+    least = _least_size(reference.gradients)
     errors = dict.fromkeys(reference.gradients.keys() - trace.gradients, float("inf")) | {
-        name: relative_error(trace.gradients[name], theirs)
+        name: relative_error(trace.gradients[name], theirs, least)
         for name, theirs in reference.gradients.items()
         if name in trace.gradients
     }
@@ -293,10 +297,22 @@ def worst_error(trace: Trace, reference: Trace) -> tuple[str, float]:
     return name, errors[name]
 
 
+def _least_size(tensors: dict[str, Tensor]) -> float:
+    """What a tensor's error is compared with at least, of all of its kind.
+
+    A gradient that is zero but for rounding, such as that of a bias of keys without positions (it moves all scores of a
+    query alike), would be compared with rounding.
+    """
+    squares = [float(tensor.double().square().sum()) for tensor in tensors.values() if tensor.is_floating_point()]
+    total = math.sqrt(sum(squares))
+    return NOISE * total if math.isfinite(total) else 0.0
+
+
 def _compare_tensors(kind: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], bound: float) -> list[Mismatch]:
     found = [Mismatch(f"{kind} {name} exists on one side only", float("inf"), bound) for name in ours.keys() ^ theirs]
+    least = _least_size(theirs)
     for name in ours.keys() & theirs.keys():
-        error = relative_error(ours[name], theirs[name])
+        error = relative_error(ours[name], theirs[name], least)
         if not error <= bound:
             found.append(Mismatch(f"{kind} {name}", error, bound))
     return found

@@ -17,6 +17,7 @@ import torch
 
 from comms.symmetric_memory import NoRoomError
 from parallel.mesh import build_mesh
+from trainer.agreement import check_same_data, check_same_settings
 from trainer.banner import describe_layout, describe_run, describe_sources
 from trainer.build import build_model, choose_expert_tiles
 from trainer.changes import check_architecture
@@ -60,6 +61,7 @@ def _attempt(config: Config, overrides: Sequence[str], device: torch.device, loc
     try:
         config = settle(config, peers)
         check_device(config, device.type)
+        check_same_settings(peers, config)
         folder = peers.from_rank0(lambda: enter_folder(config, overrides, peers.size, lock))
     except MISTAKES as error:
         exit_with_mistake(error)
@@ -123,6 +125,7 @@ class Trainer:
             # An evaluation may have other data, or none, to train on.
             self.loader = None if config.train.eval_only else build_train_loader(config, self.tokenizer, rank, size)
             self.eval_sets = build_eval_sets(config, self.tokenizer, rank, size)
+        check_same_data(peers, self.tokenizer, self.loader, self.eval_sets.values())
         self.tell_data()
         self.model = build_model(config, mesh)
         for said in describe_layout(config, mesh, self.model):

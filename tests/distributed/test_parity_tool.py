@@ -238,6 +238,18 @@ def test_a_gradient_that_is_missing_is_the_worst() -> None:
     ]
 
 
+def test_gradients_of_rounding_alone_are_not_compared_with_each_other() -> None:
+    """One that is small but there still is, with a factor of two as with one of zero."""
+    large = {"weight": torch.ones(100)}
+    small = torch.full((4,), 1e-5)
+    for kind in ("gradients", "final"):
+        ours, theirs = (Trace(**{kind: {**large, "bias": torch.full((4,), value)}}) for value in (1e-17, -3e-17))
+        assert compare(ours, theirs, 1e-10) == []
+        for factor in (0.0, 2.0):
+            ours, theirs = (Trace(**{kind: {**large, "bias": found}}) for found in (factor * small, small))
+            assert [mismatch.quantity.split()[1] for mismatch in compare(ours, theirs, 1e-4)] == ["bias"]
+
+
 def test_what_went_wrong_in_the_first_forward_comes_before_gradients() -> None:
     """A gradient that is wrong because the loss is says little about where."""
     ours, theirs = (

@@ -1,0 +1,77 @@
+"""Do all ranks have the same settings, and read the same data? Nothing else would notice that they do not.
+
+Ranks that share a sequence (tp, cp) would each take their part of another one, data ranks would count past each other's
+samples, and held-out sets of different lengths would have ranks wait for each other until the timeout. It happens where
+nodes have copies of their own, and one is older or not complete.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from trainer.config import Config
+from trainer.data import EvalSet, TrainLoader
+from trainer.peers import Peers
+from trainer.tokenizer import Tokenizer
+
+# Settings that decide what is computed. Others, such as paths, may differ by node.
+ALIKE = ("model", "train", "parallel", "precision", "comms", "optim", "guard")
+SHOWN_RANKS = 8
+
+
+def check_same_settings(peers: Peers, config: Config) -> None:
+    """Compare settings that decide what is computed. Collective.
+
+    Raises:
+        ValueError: on every rank, naming the first that differs, who has what, and what to do.
+    """
+    settings = {**asdict(config), "run": {"seed": config.run.seed}}
+    mine = {key: repr(value) for section in (*ALIKE, "run") for key, value in _flat(section, settings[section])}
+    _check(peers, mine, "start every node with the same command line, code and configs/")
+
+
+def check_same_data(
+    peers: Peers, tokenizer: Tokenizer, loader: TrainLoader | None, eval_sets: Iterable[EvalSet]
+) -> None:
+    """Compare what was read. Collective.
+
+    Raises:
+        ValueError: as `check_same_settings`.
+    """
+    mine = {"data.tokenizer": f"{tokenizer.vocab_size} entries, digest {tokenizer.digest.hex()[:8]}"}
+    if loader is not None:
+        mine |= {f"data.train.{name}": said for name, said in loader.contents.items()}
+        mine["the order of data.train (weights, data.document_mask)"] = loader.fingerprint[:8]
+    mine |= {f"data.eval.{batches.name}": batches.contents for batches in eval_sets}
+    _check(peers, mine, "give every node the same files, on a shared file system or as equal copies")
+
+
+def _flat(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield name, value
+        return
+    for key, found in value.items():
+        yield from _flat(f"{name}.{key}", found)
+
+
+def _check(peers: Peers, mine: dict[str, str], advice: str) -> None:
+    of_ranks = peers.gather(mine)
+    with peers.together(doers=1):
+        # One that a rank lacks is one that differs.
+        for what in dict.fromkeys(key for found in of_ranks for key in found):
+            _compare(what, [found.get(what, "nothing") for found in of_ranks], advice)
+
+
+def _compare(what: str, of_ranks: list[str], advice: str) -> None:
+    ranks: dict[str, list[int]] = {}
+    for rank, found in enumerate(of_ranks):
+        ranks.setdefault(found, []).append(rank)
+    if len(ranks) > 1:
+        told = "; ".join(f"{_named(found)}: {contents}" for contents, found in ranks.items())
+        raise ValueError(f"{what} is not the same on every rank ({told}): {advice}, and start again")
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
+    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
