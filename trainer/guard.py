@@ -98,7 +98,7 @@ class NonFinitePolicy:
         if self._config.nonfinite == "stop":
             raise RuntimeError(
                 f"{what}: stopped before the update, so the weights are those of the step before. Resume from the "
-                "last checkpoint with a lower optim.lr, or with guard.nonfinite=skip"
+                "last checkpoint with a lower optim.lr ('run.allow_changes=[optim.lr]'), or with guard.nonfinite=skip"
             )
         if self.skipped > self._config.max_skipped:
             raise RuntimeError(f"{what}: stopped after guard.max_skipped={self._config.max_skipped} skips in a row")
