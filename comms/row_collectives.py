@@ -24,21 +24,21 @@ from comms.collectives import gather_dim, reduce_scatter
 from comms.operators import operator, register_fake
 from comms.peer_buffers import copy_runs, runs_of, transport_of
 
-# Bytes of one rank's rows of one sequence, which are one copy, from which two GPUs use copy engines
-# (scripts/bench_async_tp.py).
-MIN_RUN_BYTES = 2**22
+# Bytes of a rank's rows from which two GPUs use copy engines: with four sequences half as many win as well, by a tenth,
+# and an eighth loses (scripts/bench_async_tp.py). And of those of each sequence, which are a copy by themselves.
+MIN_BYTES, MIN_RUN_BYTES = 2**24, 2**20
 
 
-def gather_rows(x: Tensor, dim: int, group_name: str, min_run_bytes: int | None = None) -> Tensor:
+def gather_rows(x: Tensor, dim: int, group_name: str, min_bytes: int | None = None) -> Tensor:
     """Every rank's `x`, concatenated along `dim` in rank order: (..., rows, ..., X) -> (..., N * rows, ..., X).
 
     Args:
         dim: of the rows; the last one takes the collective.
-        min_run_bytes: of this rank's rows of one sequence, from which the collective is not used; None: by device and
-            number of ranks.
+        min_bytes: of a rank's rows, from which the collective is not used; None: by device, number of ranks and length
+            of runs.
     """
     dim = dim % x.dim()
-    if not _travels(x, x.numel(), dim, group_name, min_run_bytes):
+    if not _travels(x, x.numel(), dim, group_name, min_bytes):
         return gather_dim(x, dim, group_name)
     shape = list(x.shape)
     shape[dim] *= _size(group_name)
@@ -46,7 +46,7 @@ def gather_rows(x: Tensor, dim: int, group_name: str, min_run_bytes: int | None 
     return cast(Tensor, found).reshape(shape)
 
 
-def scatter_rows(x: Tensor, dim: int, group_name: str, min_run_bytes: int | None = None) -> Tensor:
+def scatter_rows(x: Tensor, dim: int, group_name: str, min_bytes: int | None = None) -> Tensor:
     """The sum of every rank's `x`, of which this rank keeps its equal part of `dim`; arguments as of `gather_rows`.
 
     Raises:
@@ -55,22 +55,26 @@ def scatter_rows(x: Tensor, dim: int, group_name: str, min_run_bytes: int | None
     dim, size, shape = dim % x.dim(), _size(group_name), list(x.shape)
     if shape[dim] % size:
         raise ValueError(f"dim {dim} of {tuple(shape)} cannot be scattered over {size} ranks: it does not divide")
-    if not _travels(x, x.numel() // size, dim, group_name, min_run_bytes):
+    if not _travels(x, x.numel() // size, dim, group_name, min_bytes):
         return reduce_scatter(x, dim, group_name)
     shape[dim] //= size
     found = _ScatterRows.apply(_as_rows(x, dim), group_name)  # pyright: ignore
     return cast(Tensor, found).reshape(shape)
 
 
-def _travels(x: Tensor, numbers_of_shard: int, dim: int, group_name: str, min_run_bytes: int | None) -> bool:
-    if dim == x.dim() - 1:
+def _travels(x: Tensor, numbers_of_shard: int, dim: int, group_name: str, min_bytes: int | None) -> bool:
+    """By what all ranks of the group share."""
+    # Sums of numbers without a point would go through fp32.
+    if dim == x.dim() - 1 or not x.numel() or not x.is_floating_point():
         return False
-    if min_run_bytes is None:
-        if x.is_cuda and _size(group_name) > 2:
-            return False
-        # Any on CPUs, where the collective is of no use but to be compared with.
-        min_run_bytes = MIN_RUN_BYTES if x.is_cuda else 0
-    return numbers_of_shard // max(math.prod(x.shape[:dim]), 1) * x.element_size() >= min_run_bytes
+    num_bytes = numbers_of_shard * x.element_size()
+    if min_bytes is not None:
+        return num_bytes >= min_bytes
+    # Always on CPUs, where the collective is of no use but to be compared with.
+    if not x.is_cuda:
+        return True
+    runs = math.prod(x.shape[:dim])
+    return _size(group_name) == 2 and num_bytes >= max(MIN_BYTES, runs * MIN_RUN_BYTES)
 
 
 def _size(group_name: str) -> int:

@@ -95,7 +95,7 @@ def trace_step(step: Callable[[], None], folder: Path, mode: str) -> None:
     """Profiler's traces, for chrome://tracing and Perfetto: of rank 0's host and device, and of each rank's device.
 
     The first shows what the host spends its time on, which the profiler makes longer: the device waits for it there. In
-    the others the device has everything before it begins, and is at work for some steps before.
+    the others the host is ahead for the first steps of four, and devices get as warm as they do at work.
     """
     folder.mkdir(parents=True, exist_ok=True)
     step()

@@ -85,7 +85,8 @@ class Share(NamedTuple):
     gathered: int
     # Of the gathered ones, those of experts, which are gathered and reduced by themselves.
     apart: int = 0
-    # Of these, those of experts that are cast instead (parallel/whole_weights.py), or computed with as they are.
+    # Of these, those that are cast instead (parallel/whole_weights.py), or computed with as they are: experts', and all
+    # where no other rank has a share of anything.
     whole: int = 0
 
 
@@ -110,6 +111,7 @@ def plan_memory(config: Config, num_ranks: int, device_type: str = "cuda") -> Me
         "moments": 2 * numbers * master.itemsize if config.optim.name == "adamw" else 0,
         "exchange": exchange_bytes(load),
         "arena": arena_bytes(load),
+        "tp buffers": lane_bytes(load),
     }
     accumulates = accumulation_steps(config.train, sizes.dp_replicate * sizes.dp_shard) > 1
     moments = _moments(load, root, blocks, kept_by_layer, work, accumulates)
@@ -152,7 +154,8 @@ def _moments(
         END: {
             "gradients": all_gradients + (root.kept * wide if accumulates else 0),
             "gathered weights": root.gathered * width,
-            "unreduced gradients": root.gathered * (width + wide),
+            # What is cast becomes a gradient at once, one weight after the other.
+            "unreduced gradients": head * width if root.whole else root.gathered * (width + wide),
         },
     }
     reduced = 0
@@ -198,6 +201,8 @@ def share_out(config: Config, sizes: ParallelConfig, dtype: torch.dtype) -> dict
     """What a rank has of each block by its name, and under "" of everything else; of uneven shares the largest."""
     plan = tensor_plan(config.model, sizes.tp).split if sizes.tp > 1 else {}
     found: dict[str, Share] = {"": Share(0, 0)}
+    alone = sizes.dp_replicate * sizes.dp_shard * sizes.cp == 1
+    all_whole = alone and (sizes.tp == sizes.ep * sizes.etp or not num_moe_layers(config))
     for name, parameter in meta_model(config, dtype).named_parameters():
         shape, block = list(parameter.shape), ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
         is_expert = ".experts." in name
@@ -213,7 +218,7 @@ def share_out(config: Config, sizes: ParallelConfig, dtype: torch.dtype) -> dict
         if is_expert:
             ranks = sizes.dp_shard * sizes.cp * sizes.tp // (sizes.ep * sizes.etp)
             dim = expert_shard_dim(shape, ranks) if sizes.ep * sizes.tp > 1 else 0
-        is_whole = is_expert and ranks * sizes.dp_replicate == 1
+        is_whole = all_whole or (is_expert and ranks * sizes.dp_replicate == 1)
         is_apart = is_whole or (is_expert and sizes.ep * sizes.tp > 1)
         gathered = torch.Size(shape).numel()
         # Every rank has room for the largest share.
@@ -245,6 +250,13 @@ def exchange_bytes(load: Load) -> int:
     return plan_buffers(
         comms.backend, model.moe, model.dim, load.sizes.ep, load.routed, comms, load.dtype
     ).num_bytes  # fmt: skip
+
+
+def lane_bytes(load: Load) -> int:
+    """Where parallel.async_tp=native gathers tokens, and where it sums: those of all tp ranks, as wide as the model."""
+    if load.sizes.async_tp != "native" or load.sizes.tp == 1:
+        return 0
+    return 2 * load.inside * load.config.model.dim * load.width
 
 
 def arena_bytes(load: Load) -> int:

@@ -45,6 +45,7 @@ MEANINGS = {
     "weights": "parameters: this rank's share",
     "moments": "AdamW's two running averages of each weight",
     "exchange": "buffers through which rows travel (symm_mem, nvshmem)",
+    "tp buffers": "through which tokens travel between tp ranks (async_tp=native)",
     "arena": "what layers keep of rows, in one piece (comms.saved_headroom)",
     "gradients": "summed over the ranks: this rank's share",
     "unreduced gradients": "of the blocks just done, whole, before ranks sum them up",

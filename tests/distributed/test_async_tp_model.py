@@ -1,6 +1,7 @@
 """A model whose matmuls overlap with their transfer computes what one process computes; CASES 63 and 64's kind."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -97,11 +98,11 @@ def test_case_63_a_run_says_how_many_matmuls_are_fused(name: str) -> None:
         assert choice.num_fused == num_fused > 0 == num_plain
 
 
-def gathers_of_blocks() -> tuple[list[list[list[str]]], int]:
-    """Of each block of a forward, the maps of each of its fused calls; and how many gathers there were in all."""
+def gathers_of_blocks() -> tuple[list[list[list[str]]], int, int]:
+    """Of each block of a forward, the maps of each of its fused calls; all gathers and scatters there were."""
     model, config = build(replace(MODELS["qwen3"], num_dense_layers=1, ffn_dim=48), NATIVE.parallel)
-    mesh, found, gathers = build_mesh(NATIVE.parallel, torch.device("cpu")), [], []
-    fused, gather = async_tp.all_gather_matmul, Messages.gather
+    mesh, found, counts = build_mesh(NATIVE.parallel, torch.device("cpu")), [], Counter()
+    fused = async_tp.all_gather_matmul
     names: dict[int, str] = {}
 
     def enter(block, _) -> None:
@@ -113,27 +114,30 @@ def gathers_of_blocks() -> tuple[list[list[list[str]]], int]:
         found[-1].append([names[weight.data_ptr()] for weight in weights])
         return fused(x, weights, *rest, **more)
 
-    def count(self, *given, **named):
-        gathers.append(None)
-        return gather(self, *given, **named)
+    def counted(method):
+        def count(self, *given, **named):
+            counts[method.__name__] += 1
+            return method(self, *given, **named)
+
+        return count
 
     for block in model.layers.values():
         block.register_forward_pre_hook(enter)
     with (
         patch("parallel.tensor_parallel.all_gather_matmul", record),
-        patch.object(Messages, "gather", count),
+        patch.multiple(Messages, gather=counted(Messages.gather), scatter=counted(Messages.scatter)),
         torch.no_grad(),
     ):
         forward(model, synthetic_batches(config, mesh, 0)[0], mesh.device, True)
-    return found, len(gathers)
+    return found, counts["gather"], counts["scatter"]
 
 
 def test_maps_of_the_same_tokens_share_one_gather() -> None:
     attention = ["attention.wq", "attention.wk", "attention.wv"]
     # A dense block, and one whose experts take each rank's own tokens.
     expected = [[attention, ["feed_forward.w_gate", "feed_forward.w_up"]], [attention]]
-    # And the head wants all rows of its last.
-    assert run_workers(gathers_of_blocks, 2) == [(expected, 4)] * 2
+    # And the head wants all rows of its last; what comes out of three layers is summed, and what the embedding finds.
+    assert run_workers(gathers_of_blocks, 2) == [(expected, 4, 4)] * 2
 
 
 def refusal(mode: str, on_gpu: bool) -> str:

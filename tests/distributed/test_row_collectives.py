@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comms import shard_transport
+from comms import row_collectives, shard_transport
 from comms.collectives import gather_dim, reduce_scatter
 from comms.row_collectives import gather_rows, scatter_rows
 from comms.shard_transport import Messages
@@ -19,8 +19,14 @@ from trainer.parity import relative_error
 
 # And the dim that is split.
 SHAPES = [
-    ((3, 4), 0), ((2, 3, 4), 1), ((4, 5, 4), 1), ((5, 1, 4), 1), ((2, 3, 5, 4), 2), ((3, 2, 4), 0), ((2, 0, 4), 1),
-]  # fmt: skip
+    ((3, 4), 0),
+    ((2, 3, 4), 1),
+    ((4, 5, 4), 1),
+    ((5, 1, 4), 1),
+    ((2, 3, 5, 4), 2),
+    ((3, 2, 4), 0),
+]
+EMPTY = [((2, 0, 4), 1), ((0, 3, 4), 1), ((2, 3, 0), 1), ((2, 0, 3, 4), 2)]  # fmt: skip
 
 
 def world() -> str:
@@ -70,6 +76,11 @@ def errors() -> dict[str, float]:
                 found[f"{name} {shape}"] = max(relative_error(a, b) for a, b in pairs)
             assert torch.equal(gather_rows(x, dim - x.dim(), world()), gather_dim(x, dim, world()))
     found["opened"] = opened
+    for shape, dim in EMPTY:
+        x, wide = torch.empty(shape), torch.empty(*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
+        assert gather_rows(x, dim, world()).shape == wide.shape and scatter_rows(wide, dim, world()).shape == x.shape
+    whole = torch.tensor([[2**30 + 1], [0]] * size)
+    assert torch.equal(scatter_rows(whole, 0, world()), reduce_scatter(whole, 0, world())), "exact"
     return found
 
 
@@ -99,17 +110,48 @@ def test_parts_are_added_in_ascending_order_and_rounded_once(dtype: torch.dtype)
 def which_way() -> list[bool]:
     """Whether the last dim, fewer bytes than asked and as many went by messages; a dim that does not divide."""
     x, found = random_tensor(2, 4, 6), []
-    for dim, min_run_bytes in ((2, 0), (1, 4 * 6 * 8 + 1), (1, 4 * 6 * 8)):
+    # Of a shard; the scatter's is half of x.
+    for dim, least in ((2, 0), (1, 2 * 4 * 6 * 8 + 1), (1, 2 * 4 * 6 * 8)):
         with patch.object(Messages, "gather", side_effect=Messages(dist.group.WORLD).gather) as gather:  # type: ignore
-            assert torch.equal(gather_rows(x, dim, world(), min_run_bytes), gather_dim(x, dim, world()))
-            found.append(gather.called)
+            assert torch.equal(gather_rows(x, dim, world(), least), gather_dim(x, dim, world()))
+        with patch.object(Messages, "scatter", side_effect=Messages(dist.group.WORLD).scatter) as scatter:  # type: ignore
+            found_sum = scatter_rows(x, dim, world(), -(-least // 2))
+            assert torch.equal(found_sum, reduce_scatter(x, dim, world()))
+        found += [gather.called, scatter.called]
     with pytest.raises(ValueError, match=r"dim 0 of \(3, 6\) cannot be scattered over 2 ranks: it does not divide"):
         scatter_rows(torch.ones(3, 6), 0, world())
     return found
 
 
 def test_the_last_dim_and_few_bytes_take_the_collective() -> None:
-    assert run_workers(which_way, 2) == [[False, False, True]] * 2
+    assert run_workers(which_way, 2) == [[False, False, False, False, True, True]] * 2
+
+
+class OnGpu:
+    """What is asked of a tensor, of one on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, *shape: int) -> None:
+        self.like = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.like, name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_ranks", "travels"),
+    [
+        ((4, 512, 4096), 2, True), ((4, 511, 4096), 2, False), ((1, 2048, 4096), 2, True), ((4, 512, 4096), 3, False),
+        ((64, 128, 4096), 2, True), ((64, 127, 4096), 2, False),
+    ],
+)  # fmt: skip
+def test_two_gpus_use_copy_engines_for_many_bytes_in_long_runs(
+    shape: tuple[int, ...], num_ranks: int, travels: bool
+) -> None:
+    x = OnGpu(*shape)
+    with patch.object(row_collectives, "_size", lambda _: num_ranks):
+        assert row_collectives._travels(x, x.numel(), 1, "tp", None) == travels  # type: ignore
 
 
 def compiled() -> float:

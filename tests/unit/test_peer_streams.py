@@ -212,6 +212,7 @@ def test_nothing_is_read_before_it_is_there_nor_written_while_it_is_read(size: i
 def wrong_rows(size: int, seed: int) -> list[str]:
     """Rounds of gathers and reduce-scatters with nothing to multiply, one behind the other, of sizes that change."""
     ranks, streams = ranks_of(size, seed)
+    streams[0]["compute"].jitter = SLOW_COPIES
     generator = torch.Generator().manual_seed(seed)
     rounds = [
         (
@@ -227,25 +228,26 @@ def wrong_rows(size: int, seed: int) -> list[str]:
         kept: list[list[Tensor]] = []
         try:
             for shards, wide in rounds:
-                shard, mine = shards[rank].clone(), wide[rank].clone()
-                results = [
-                    row_collectives.gathered_rows(shard, "peers"),
-                    row_collectives.scattered_rows(mine, "peers"),
-                ]
-                kept.append([torch.full_like(result, float("nan")) for result in results])
-                for result, place in zip(results, kept[-1], strict=True):
-                    copied(result, place)
-                # Memory of operands is then somebody else's; what was found is nobody's but the caller's.
-                issue(partial(shard.fill_, float("nan")))
-                issue(partial(mine.fill_, float("nan")))
+                kept.append([])
+                # Gathers one behind the other, too; memory of operands is then somebody else's.
+                for function, operand in (
+                    (row_collectives.gathered_rows, 2 * shards[rank]),
+                    (row_collectives.gathered_rows, 3 * shards[rank]),
+                    (row_collectives.gathered_rows, shards[rank].clone()),
+                    (row_collectives.scattered_rows, wide[rank].clone()),
+                ):
+                    result = function(operand, "peers")
+                    kept[-1].append(torch.full_like(result, float("nan")))
+                    copied(result, kept[-1][-1])
+                    issue(partial(operand.fill_, float("nan")))
             for stream in streams[rank].values():
                 stream.finish()
                 found.extend(stream.failures)
         except BaseException as failure:
             found.append(repr(failure))
-        for number, ((shards, wide), (whole, total)) in enumerate(zip(rounds, kept, strict=False)):
-            rows = shards.shape[2]
-            if not torch.equal(whole, shards.transpose(0, 1).flatten(1, 2)):
+        for number, ((shards, wide), (*gathered, total)) in enumerate(zip(rounds, kept, strict=False)):
+            rows, whole = shards.shape[2], shards.transpose(0, 1).flatten(1, 2)
+            if not all(torch.equal(a, times * whole) for a, times in zip(gathered, (2, 3, 1), strict=True)):
                 found.append(f"rank {rank}, round {number}: gathered rows")
             if not torch.allclose(total, wide.sum(0)[:, rank * rows : (rank + 1) * rows], rtol=1e-10, atol=1e-10):
                 found.append(f"rank {rank}, round {number}: sums")
