@@ -93,7 +93,7 @@ def test_the_smallest_temperature_takes_the_likeliest_token() -> None:
 @pytest.mark.parametrize("temperature", [math.nan, math.inf, -1.0])
 def test_a_temperature_that_nothing_can_be_drawn_with_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="must be finite and not negative"):
-        generate_text(nn.Identity(), None, "", temperature=temperature)  # pyright: ignore[reportArgumentType]
+        generate_text(nn.Identity(), None, "", temperature=temperature)
 
 
 def test_what_cannot_be_sampled_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ def test_new_base_id_is_shared_by_the_jobs(stub: Path, monkeypatch: pytest.Monke
 
 
 def test_a_job_that_does_not_fit_the_processes_is_found_before_the_first(stub: Path) -> None:
-    with pytest.raises(ValueError, match=r"job 1 .*train\.micro_batch_size=4 x 2 data-parallel ranks; nearest legal: 8"):
+    with pytest.raises(ValueError, match=r"job 1 .*micro_batch_size=4 x 2 data-parallel ranks; nearest legal: 8"):
         plan_jobs(line(stub, "train.global_batch_size=8,9"))
 
 
