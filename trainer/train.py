@@ -34,10 +34,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         finish(found)
     # Importing torch takes seconds, and a mistake should not.
     from parallel.process_group import process_group
+    from trainer.shards import DamagedShardError
     from trainer.trainer import run
 
     with process_group(config.parallel.timeout_seconds) as device:
-        code = run(config, line.overrides, device)
+        try:
+            code = run(config, line.overrides, device)
+        except DamagedShardError as error:
+            # In the middle of the run, and still no fault of ours.
+            exit_with_mistake(error)
     raise SystemExit(code)
 
 
