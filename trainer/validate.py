@@ -284,6 +284,11 @@ def _check_precision(config: Config) -> None:
         raise ValueError(
             f"model.moe.backend={backend} does not compute in precision.recipe=fp64; set model.moe.backend=reference"
         )
+    if config.model.attention.backend == "varlen" and precision.recipe in ("fp32", "fp64"):
+        raise ValueError(
+            f"model.attention.backend=varlen does not compute in precision.recipe={precision.recipe}; set "
+            "model.attention.backend=auto"
+        )
     for field in dataclasses.fields(config.comms.payload):
         key, payload = f"comms.payload.{field.name}", getattr(config.comms.payload, field.name)
         if payload == "mxfp8" and config.precision.recipe == "fp64":

@@ -94,13 +94,13 @@ def test_what_needs_gpus_is_refused_without_them(word: str, instead: str, monkey
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match=f"^{word} needs GPUs, and this run is on cpu; use {instead}$"):
-        check(word)
+        check(word, "precision=bf16")
     # A run that starts finds out by itself, and sooner than torch could be imported here.
-    look_ahead(compose(["experiment=demo", word]), "2", check=False)
+    look_ahead(compose(["experiment=demo", "precision=bf16", word]), "2", check=False)
     # It is for another machine.
-    assert check(word, "cluster=h200")
+    assert check(word, "precision=bf16", "cluster=h200")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert check(word)
+    assert check(word, "precision=bf16")
 
 
 def test_rows_of_one_rank_need_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,7 @@ def refusal(words: str) -> str:
         ),
         ("model.attention.temperature_scale=0.1", "model.attention.nope_every=0 leaves none"),
         ("model.mtp.depth=-1", "model.mtp.depth=-1: must be at least 0"),
+        ("precision.recipe=fp32 model.attention.backend=varlen", "recipe=fp32; set model.attention.backend=auto"),
         ("precision.recipe=fp64 model.moe.backend=grouped_mm", "set model.moe.backend=reference"),
         ("parallel.ep=0", "parallel.ep=0: must be at least 1, or -1"),
         ("parallel.dp_shard=-2", "parallel.dp_shard=-2: must be at least 1, or -1"),
