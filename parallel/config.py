@@ -37,14 +37,23 @@ class LayoutError(ValueError):
         hint: the nearest values as far as these settings alone decide.
         axes: settings of `parallel` that could be changed.
         multiples: other settings that could be changed, and what they must be a multiple of.
+        processes: as many as these sizes multiply to, where the run has another number; 0: that is not what is wrong.
+        more: a multiple of `processes` would do as well.
     """
 
     def __init__(
-        self, reason: str, hint: str = "", axes: Sequence[str] = (), multiples: Mapping[str, int] | None = None
+        self,
+        reason: str,
+        hint: str = "",
+        axes: Sequence[str] = (),
+        multiples: Mapping[str, int] | None = None,
+        processes: int = 0,
+        more: bool = False,
     ) -> None:
         super().__init__(f"{reason}; {hint}." if hint else reason)
         self.reason, self.hint = reason, hint
         self.axes, self.multiples = tuple(axes), dict(multiples or {})
+        self.processes, self.more = processes, more
 
 
 def divisors(total: int) -> list[int]:

@@ -75,9 +75,11 @@ def _wrong_product(config: ParallelConfig, world_size: int) -> LayoutError:
     others = config.dp_replicate * config.cp * config.tp
     if world_size % others == 0:
         return LayoutError(reason, f"parallel.dp_shard={world_size // others} (or -1) would fit", axes=("dp_shard",))
-    reason += f"; start {others} with torchrun --nproc-per-node={others}, or a multiple of {others}"
-    hint = f"or change these sizes so that their product is {world_size}"
-    return LayoutError(reason, hint, axes=[name for name in ("tp", "cp", "dp_replicate") if getattr(config, name) > 1])
+    more = config.dp_shard == -1
+    needed = others if more else others * max(config.dp_shard, 1)
+    hint = f"start {needed}{f', or a multiple of {needed},' if more else ''} or make their product {world_size}"
+    axes = [name for name in ("tp", "cp", "dp_replicate") if getattr(config, name) > 1]
+    return LayoutError(reason, hint, axes=axes, processes=needed, more=more)
 
 
 def expert_shard_dim(shape: Sequence[int], shard_size: int) -> int:

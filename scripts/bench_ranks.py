@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+if __name__ == "__main__":
+    raise SystemExit("scripts/bench_ranks.py is a part of other benchmarks, and measures nothing: run one of those")
+
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes

@@ -14,6 +14,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    raise SystemExit("scripts/bench_results.py is a part of other benchmarks, and measures nothing: run one of those")
+
 ROOT = Path(__file__).resolve().parent.parent
 # With these a program tells benchmarks that it starts what `probe` has found, which takes time and a GPU, and names the
 # file that it will make when it is their turn, and itself (scripts/bench_ranks.py).

@@ -5,6 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+if __name__ == "__main__":
+    raise SystemExit("scripts/bench_times.py is a part of other benchmarks, and measures nothing: run one of those")
+
 import torch
 import torch.distributed as dist
 

@@ -5,6 +5,9 @@ import math
 import os
 from typing import Any
 
+if __name__ == "__main__":
+    raise SystemExit("scripts/bench_vdev.py is a part of scripts/bench_comms.py, which has a column for it: run that")
+
 import torch
 import torch.distributed as dist
 from torch import Tensor

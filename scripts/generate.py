@@ -7,6 +7,7 @@ on the first GPU if there is one; the layout that the run was trained with does 
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -19,8 +20,9 @@ def main() -> int:
 
     arguments = parse_arguments()
     try:
+        check_sampling(arguments)
         folder = find_folder(arguments.run)
-    except FileNotFoundError as error:
+    except (ValueError, FileNotFoundError) as error:
         return mistake(error)
     # Importing torch takes seconds, and a mistake should not.
     import torch
@@ -60,6 +62,18 @@ def mistake(error: Exception) -> int:
     """Say what a person can mend; returns the exit code."""
     print(f"error: {error}", file=sys.stderr)
     return 2
+
+
+def check_sampling(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for numbers that nothing can be drawn with."""
+    if not 0 <= arguments.temperature < math.inf:
+        raise ValueError(f"--temperature {arguments.temperature}: must be at least 0 and finite, like 0.8")
+    if not 0 < arguments.top_p <= 1:
+        raise ValueError(f"--top-p {arguments.top_p}: must be above 0 and at most 1, like 0.95")
+    if arguments.tokens < 0:
+        raise ValueError(f"--tokens {arguments.tokens}: must be at least 0")
+    if not 0 <= arguments.seed < 2**63:
+        raise ValueError(f"--seed {arguments.seed}: must be at least 0 and below 2^63")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -8,6 +8,7 @@ is written. Exit code: 0 done, 2 a mistake in the arguments or the data.
 """
 
 import argparse
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from trainer.config import DataConfig, SourceConfig
 from trainer.token_cache import tokenise_source
 from trainer.tokenizer import load_tokenizer
+
+# What messages call the one source, and the flags of settings that are named otherwise.
+SOURCE = "data.train.text"
+FLAGS = {"tokenizer_vocab_size": "--vocab-size", "paths": "paths"}
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -83,7 +88,7 @@ def write_shards(args: argparse.Namespace) -> dict[str, int]:
     try:
         data = build_data_config(args, str(building / "cache"))
         tokenizer = load_tokenizer(data)
-        counts = tokenise_source(data.train["text"], data, tokenizer, building, args.paths[0], args.shard_tokens)
+        counts = tokenise_source(data.train["text"], data, tokenizer, building, SOURCE, args.shard_tokens)
         shutil.rmtree(building / "cache", ignore_errors=True)
         tokenizer.save(building)
         building.rename(args.output)
@@ -92,13 +97,29 @@ def write_shards(args: argparse.Namespace) -> dict[str, int]:
     return counts
 
 
+def in_flags(message: str) -> str:
+    """A message about settings of a run in words of this command: `data.empty_files=skip` is --empty-files skip."""
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found["name"], found["value"]
+        written = FLAGS.get(name, f"--{name.replace('_', '-')}")
+        return f"{written} {value}" if value else written
+
+    # Not within the path of a file, nor as one: paths are told in quotes where they could be mistaken.
+    begin = r"(?<![\w./'-])"
+    message = re.sub(rf"{begin}{re.escape(SOURCE)}: ", "", message)
+    known = "|".join(("tokenizer_vocab_size", "tokenizer", "invalid_utf8", "empty_files"))
+    fields = rf"(?:{re.escape(SOURCE)}|data(?=\.(?:{known})\b))"
+    return re.sub(rf"{begin}{fields}\.(?P<name>\w+)(?:=(?P<value>\w+))?", flag, message)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     args = parse_arguments(argv)
     try:
         counts = write_shards(args)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"tokenize_text.py: {error}", file=sys.stderr)
+        print(f"tokenize_text.py: {in_flags(str(error))}", file=sys.stderr)
         return 2
     print(f"{args.output}: " + ", ".join(f"{value} {name}" for name, value in counts.items()))
     return 0

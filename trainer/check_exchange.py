@@ -1,4 +1,7 @@
-"""Checks of the settings of the exchange of rows, for trainer/validate.py."""
+"""Checks of the settings of the exchange of rows, for trainer/validate.py; and of all that the device has a say in."""
+
+import os
+from collections.abc import Iterator
 
 from trainer.config import Config
 
@@ -14,16 +17,30 @@ def check_exchange(config: Config) -> None:
 
 
 def check_device(config: Config, device_type: str) -> None:
-    """What the device says of the exchange, once the number of processes is known and before data are read.
+    """What the device says of the backends, once the number of processes is known and before data are read.
 
     Raises:
         ValueError: a backend for GPUs without them.
     """
-    if config.comms.backend in ("symm_mem", "nvshmem") and config.parallel.ep > 1 and device_type != "cuda":
-        raise ValueError(
-            f"comms.backend={config.comms.backend} needs GPUs, and this run is on {device_type}; use "
-            "comms.backend=collective, or auto"
-        )
+    if device_type == "cuda":
+        return
+    for asked, instead in _only_on_gpus(config):
+        raise ValueError(f"{asked} needs GPUs, and this run is on {device_type}; use {instead}")
+
+
+def _only_on_gpus(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings of the layout's final sizes that no CPU can carry out, and what to set instead."""
+    model, parallel = config.model, config.parallel
+    if config.comms.backend in ("symm_mem", "nvshmem") and parallel.ep > 1:
+        yield f"comms.backend={config.comms.backend}", "comms.backend=collective, or auto"
+    has_experts = model.num_dense_layers < model.num_layers + model.mtp.depth
+    # Triton's interpreter computes on CPUs.
+    if model.moe.backend == "fused" and has_experts and os.environ.get("TRITON_INTERPRET") != "1":
+        yield "model.moe.backend=fused", "model.moe.backend=grouped_mm, or auto"
+    if model.attention.backend == "varlen":
+        yield "model.attention.backend=varlen", "model.attention.backend=sdpa, or auto"
+    if parallel.async_tp == "inductor":
+        yield "parallel.async_tp=inductor", "parallel.async_tp=native, or none"
 
 
 def _check_room(config: Config) -> None:

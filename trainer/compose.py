@@ -50,7 +50,8 @@ Train a Mixture-of-Experts language model.
                                             one torchrun after another for each combination
 flags:
   --cfg job            print the composed config and stop
-  --check              look for mistakes in config and files, for $WORLD_SIZE processes (default: 1), and stop
+  --check              look for mistakes in config and files, for $WORLD_SIZE processes (default: 1) on this machine,
+                       or on the one that cluster=NAME means, and stop
   --config-dir DIR     look for more experiment/ model/ data/ ... files in DIR
   --multirun, -m       sweep; SLUICEGATE_NPROC sets the processes of each job (default: the GPUs, else 1)
   --help, -h           this text

@@ -4,6 +4,8 @@ There is no key/value cache: this shows what a run has learnt, it does not serve
 the same random numbers, so it works in any layout, and every rank gets the text.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -31,10 +33,10 @@ def generate(
         max_context: only the last so many tokens are seen.
 
     Raises:
-        ValueError: for a temperature below 0 or top_p outside (0, 1].
+        ValueError: for a temperature that is negative or not finite, or top_p outside (0, 1].
     """
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature} must not be negative.")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be finite and not negative.")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1.")
     device = device or torch.device("cpu")
@@ -65,7 +67,9 @@ def sample_token(logits_V: Tensor, temperature: float, top_p: float, generator: 
     """Draw one token id; nucleus sampling (arXiv:1904.09751)."""
     if temperature == 0:
         return int(logits_V.argmax())
-    probabilities, order = torch.softmax(logits_V.double() / temperature, -1).sort(descending=True)
+    logits_V = logits_V.double()
+    # The highest becomes 0, which no temperature, however small, divides to infinity.
+    probabilities, order = torch.softmax((logits_V - logits_V.max()) / temperature, -1).sort(descending=True)
     # A token stays while those before it have not yet reached top_p: the likeliest always does.
     probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])

@@ -53,6 +53,10 @@ class ExportPlan:
         """Bytes of all tensors."""
         return sum(entry.end - entry.start for entry in self.layout.entries.values())
 
+    def dtype(self, piece: Piece) -> torch.dtype:
+        """What a piece is written in."""
+        return DTYPES[self.layout.entries[piece.theirs].dtype]
+
     def pieces(self, name: str, shape: Shape) -> list[Piece]:
         """Where our tensor `name` goes."""
         return names_of(self.family, self.config).pieces(name, shape, self.layout.entries)
@@ -70,6 +74,7 @@ def make_plan(export: Export) -> ExportPlan:
         if not pieces:
             notes.append(f"{family.model_types[0]} has no place for {name}: it is not in the export")
         wanted |= {piece.theirs: piece.shape for piece in pieces}
+    notes += _left_out(export.config)
     if stored and (dropped := [name for name in stored if name not in wanted]):
         notes.append(f"{len(dropped)} tensors of the source are not in the export: {some(dropped)}")
     dtypes = {name: _dtype(name, export, kept) for name in wanted}
@@ -77,6 +82,21 @@ def make_plan(export: Export) -> ExportPlan:
         return ExportPlan(raw, kept.layout, notes, export.config)
     layout = plan_layout({name: (dtypes[name], wanted[name]) for name in wanted}, export.max_file_bytes)
     return ExportPlan(raw, layout, notes, export.config)
+
+
+def _left_out(config: ModelConfig) -> list[str]:
+    """What changes the results of this model's experts, and no config.json can say."""
+    if config.num_dense_layers == config.num_layers:
+        return []
+    pairs = (
+        ("capacity_factor", None, "drops no pair of token and expert"),
+        ("force_balance", False, "routes by its scores"),
+    )
+    return [
+        f"model.moe.{name}={str(value).lower()} has no place in {CONFIG}: the exported model {does}"
+        for name, plain, does in pairs
+        if (value := getattr(config.moe, name)) != plain
+    ]
 
 
 def _is_kept(kept: Kept, name: str, wanted: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> bool:

@@ -232,21 +232,36 @@ def export_parts(
     try:
         writer = TensorWriter(partial, plan.layout)
         lost: list[str] = []
+        rounded: set[tuple[torch.dtype, torch.dtype]] = set()
         with peers.together(), torch.no_grad():
             for name, part in parts:
                 pieces = plan.pieces(name, export.shapes[name])
                 if not pieces and bool(part.values.any()):
                     lost.append(f"{name} is not zero, but {plan.family.model_types[0]} has no place for it")
+                rounded |= {(part.values.dtype, dtype) for dtype in map(plan.dtype, pieces)}
                 write_part(part, pieces, writer)
             writer.close()
         # Rank 0 speaks for all.
-        done = peers.gather((writer.written, lost))
-        peers.from_rank0(lambda: _finish(folder, partial, plan, export, sum(written for written, _ in done)))
+        done = peers.gather((writer.written, lost, rounded))
+        peers.from_rank0(lambda: _finish(folder, partial, plan, export, sum(written for written, *_ in done)))
     except BaseException:
         if peers.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    return Transfer([*plan.notes, *(note for _, notes in done for note in notes)], writer.largest)
+    notes = [*plan.notes, *(note for _, lost, _ in done for note in lost)]
+    if export.dtype is None:
+        notes += _tell_rounded(set().union(*(rounded for *_, rounded in done)))
+    return Transfer(notes, writer.largest)
+
+
+def _tell_rounded(dtypes: Iterable[tuple[torch.dtype, torch.dtype]]) -> list[str]:
+    """A line where nobody asked for the dtype, and it holds less than the run's."""
+    names = sorted((str(ours), str(written)) for ours, written in dtypes if written.itemsize < ours.itemsize)
+    return [
+        f"weights are {ours.removeprefix('torch.')} in the run and rounded to {written.removeprefix('torch.')} in the "
+        "export; scripts/convert_hf.py export --dtype float32 writes float32"
+        for ours, written in names
+    ]
 
 
 def target_folder(path: str | Path, *, replace: bool) -> Path:

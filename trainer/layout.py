@@ -24,10 +24,16 @@ def fit_layout(config: Config, world_size: int) -> ParallelConfig:
     try:
         return _fitted(config, world_size)
     except LayoutError as error:
-        legal = list(_legal_changes(config, world_size, error))
-        other = f"{error.hint}, but other settings must change with it" if error.hint else "no change of one size helps"
-        hint = f"legal, with all else as it is: {' or '.join(legal)}" if legal else other
-        raise ValueError(f"{error.reason}; {hint}") from None
+        told = [error.reason]
+        if count := _legal_processes(config, error):
+            told.append(f"start {count} with torchrun --nproc-per-node={count}")
+        if legal := list(_legal_changes(config, world_size, error)):
+            told.append(f"legal, with all else as it is: {' or '.join(legal)}")
+        elif len(told) == 1:
+            # Another number of processes does not help, so none is told.
+            hint = "" if error.processes else error.hint
+            told.append(f"{hint}, but other settings must change with it" if hint else "no change of one size helps")
+        raise ValueError("; ".join(told)) from None
 
 
 def _fitted(config: Config, world_size: int) -> ParallelConfig:
@@ -36,6 +42,19 @@ def _fitted(config: Config, world_size: int) -> ParallelConfig:
     check_layout(config, parallel)
     accumulation_steps(config.train, parallel.dp_replicate * parallel.dp_shard)
     return parallel
+
+
+def _legal_processes(config: Config, error: LayoutError) -> int:
+    """The fewest processes on which the run fits as it is, where only their number is wrong; 0: there are none."""
+    # dp_shard=-1 takes what is left; more than this is at most of use to ep.
+    multiples = range(1, max(config.parallel.ep, 1) + 1) if error.more else range(1, 2)
+    for count in (error.processes * multiple for multiple in multiples if error.processes):
+        try:
+            _fitted(config, count)
+        except ValueError:
+            continue
+        return count
+    return 0
 
 
 def _legal_changes(config: Config, world_size: int, error: LayoutError) -> Iterator[str]:
@@ -139,7 +158,7 @@ def _check_heads(parallel: ParallelConfig, model: ModelConfig) -> None:
     if heads % tp:
         raise LayoutError(
             f"model.attention.num_heads={heads} is not divisible by parallel.tp={tp}",
-            f"nearest legal parallel.tp: {either(nearest_divisors(heads, tp))}",
+            _nearest_tp(tp, model),
             axes=("tp",),
         )
     if heads // tp % ulysses:
@@ -150,23 +169,37 @@ def _check_heads(parallel: ParallelConfig, model: ModelConfig) -> None:
             axes=("ulysses", "tp"),
         )
     if attention.kind == "gqa":
-        _check_kv_heads(parallel, attention.num_kv_heads, shareable=attention.qk_norm != "full")
+        _check_kv_heads(parallel, model)
 
 
-def _check_kv_heads(parallel: ParallelConfig, kv_heads: int, *, shareable: bool) -> None:
-    tp, ulysses = parallel.tp, parallel.ulysses
-    nearest = either(nearest_divisors(kv_heads, tp))
-    if kv_heads % tp and not shareable:
+def _nearest_tp(tp: int, model: ModelConfig) -> str:
+    """The sizes next to `tp` that divide all that tp splits: what fits the heads alone leads to the next mistake."""
+    attention, dims = model.attention, [model.vocab_size]
+    if model.num_dense_layers:
+        dims.append(model.ffn_dim)
+    kv_heads = attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads
+    fits = [
+        size
+        for size in divisors(attention.num_heads)
+        if not any(dim % size for dim in dims)
+        and (kv_heads % size == 0 or (size % kv_heads == 0 and attention.qk_norm != "full"))
+    ]
+    return f"nearest legal parallel.tp: {either([*[v for v in fits if v < tp][-1:], *[v for v in fits if v > tp][:1]])}"
+
+
+def _check_kv_heads(parallel: ParallelConfig, model: ModelConfig) -> None:
+    tp, ulysses, kv_heads = parallel.tp, parallel.ulysses, model.attention.num_kv_heads
+    if kv_heads % tp and model.attention.qk_norm == "full":
         raise LayoutError(
             f"model.attention.num_kv_heads={kv_heads} is not divisible by parallel.tp={tp}, and "
             "model.attention.qk_norm=full norms all heads together",
-            f"nearest legal parallel.tp: {nearest}",
+            _nearest_tp(tp, model),
             axes=("tp",),
         )
     if kv_heads % tp and tp % kv_heads:
         raise LayoutError(
             f"model.attention.num_kv_heads={kv_heads} and parallel.tp={tp}: one must divide the other",
-            f"nearest legal parallel.tp: {nearest}",
+            _nearest_tp(tp, model),
             axes=("tp",),
         )
     own = max(kv_heads // tp, 1)
@@ -188,7 +221,7 @@ def _check_split_dims(parallel: ParallelConfig, model: ModelConfig) -> None:
         if size % parallel.tp:
             raise LayoutError(
                 f"{key}={size} is not divisible by parallel.tp={parallel.tp}",
-                f"nearest legal parallel.tp: {either(nearest_divisors(size, parallel.tp))}",
+                _nearest_tp(parallel.tp, model),
                 axes=("tp",),
                 multiples={key: parallel.tp},
             )

@@ -27,6 +27,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from trainer.compose import CommandLine, compose, hydra_session
+from trainer.layout import fit_layout
 from trainer.run import new_run_id, read_status, resolve_run_id
 
 EXIT_PREEMPTED = 75
@@ -91,13 +92,14 @@ def plan_jobs(line: CommandLine) -> list[Job]:
     """Compose and check every job of the grid.
 
     Raises:
-        ValueError: names the job whose config is not valid.
+        ValueError: names the job whose config is not valid, or does not fit the processes.
     """
-    fresh = new_run_id()
+    fresh, processes = new_run_id(), _num_processes()
     jobs = []
     for index, overrides in enumerate(expand_grid(line.overrides)):
         try:
             config = compose(overrides, line.config_dir)
+            fit_layout(config, processes)
         except ValueError as error:
             raise ValueError(f"job {index} ({' '.join(overrides)}): {error}") from error
         run_id = f"{resolve_run_id(config) or fresh}-{index}"

@@ -57,6 +57,20 @@ def apply_precision(model: nn.Module, config: PrecisionConfig, device: torch.dev
     if config.recipe not in LOW_PRECISION:
         return None
     recipe = resolve_recipe(config.recipe, device, config.wgrad)
+    experts, names = what_converts(model, config)
+    for module in experts.values():
+        module.use_recipe(recipe)
+    for name in names:
+        _convert(model, name, recipe)
+    return Conversion(recipe, list(experts), names)
+
+
+def what_converts(model: nn.Module, config: PrecisionConfig) -> tuple[dict[str, GroupedExperts], list[str]]:
+    """The routed experts, and the names of the dense linears, that compute in `config.recipe`; of any device.
+
+    Raises:
+        ValueError: a pattern that finds nothing, or nothing to convert.
+    """
     experts = {clean_name(name): module for name, module in model.named_modules() if isinstance(module, GroupedExperts)}
     names = choose_linears(linear_names(model), config.linears, config.linears_exclude)
     if not experts and not names:
@@ -64,11 +78,7 @@ def apply_precision(model: nn.Module, config: PrecisionConfig, device: torch.dev
             f"precision.recipe={config.recipe} converts nothing: the model has no experts and precision.linears is "
             "empty; name dense linears, for example precision.linears=[*feed_forward*], or set precision.recipe=bf16"
         )
-    for module in experts.values():
-        module.use_recipe(recipe)
-    for name in names:
-        _convert(model, name, recipe)
-    return Conversion(recipe, list(experts), names)
+    return experts, names
 
 
 def _convert(model: nn.Module, name: str, recipe: Recipe) -> None:

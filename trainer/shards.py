@@ -27,6 +27,10 @@ HEADER = struct.Struct("<8sIIQQQ16s16s24x")
 _MEND = "remove it, then copy or tokenise it again"
 
 
+class DamagedShardError(ValueError):
+    """A file holds what its writer cannot have written. Tokens are looked at as they are needed, maybe after hours."""
+
+
 @dataclass(frozen=True)
 class Shard:
     """One opened file; the arrays are memory maps."""
@@ -168,14 +172,15 @@ class Corpus:
     def tokens(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens [start, stop) of a document, cut at its end.
 
-        Raises ValueError for an id that the vocabulary does not have: a GPU would only say that an assertion failed."""
+        Raises DamagedShardError for an id that the vocabulary does not have: a GPU would only say that an assertion
+        failed."""
         number = int(np.searchsorted(self._first, document, side="right")) - 1
         shard = self._shards[number]
         begin = int(self._begins[document])
         stop = min(stop, int(self.lengths[document]))
         tokens = shard.tokens[begin + start : begin + stop].astype(np.int64)
         if tokens.size and (highest := int(tokens.max())) >= shard.vocab_size:
-            raise ValueError(
+            raise DamagedShardError(
                 f"{shard.path} is damaged: document {document - int(self._first[number])} has the token {highest}, and "
                 f"the vocabulary {shard.vocab_size} entries: {_MEND}"
             )

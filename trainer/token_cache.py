@@ -92,7 +92,10 @@ def _batches(stream: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _read_report(folder: Path) -> dict[str, int]:
-    return json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    if not isinstance(report, dict) or not isinstance(report.get("tokens"), int):
+        raise ValueError(f"{folder / REPORT} does not tell how many tokens there are")
+    return report
 
 
 def _check(folder: Path) -> None:

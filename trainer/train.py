@@ -27,17 +27,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     config, line = config_from_command_line(sys.argv[1:] if argv is None else argv)
     try:
-        found = look_ahead(config, os.environ.get("WORLD_SIZE", "1"), folder_too=line.check)
+        found = look_ahead(config, os.environ.get("WORLD_SIZE", "1"), check=line.check)
     except MISTAKES as error:
         exit_with_mistake(error)
     if line.check:
         finish(found)
     # Importing torch takes seconds, and a mistake should not.
     from parallel.process_group import process_group
+    from trainer.shards import DamagedShardError
     from trainer.trainer import run
 
     with process_group(config.parallel.timeout_seconds) as device:
-        code = run(config, line.overrides, device)
+        try:
+            code = run(config, line.overrides, device)
+        except DamagedShardError as error:
+            # In the middle of the run, and still no fault of ours.
+            exit_with_mistake(error)
     raise SystemExit(code)
 
 

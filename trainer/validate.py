@@ -1,7 +1,8 @@
 """Checks of a composed config that need no device and no process group: they run before anything is allocated.
 
 Single values are checked against trainer/choices.py, then what must fit together. Every message names the settings,
-their values and the nearest legal choice. What depends on the number of processes is checked by trainer/layout.py.
+their values and the nearest legal choice. What depends on the number of processes, the batch too, is checked by
+trainer/layout.py.
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ def validate(config: Config) -> None:
     _check_moe(config.model.moe)
     check_exchange(config)
     _check_precision(config)
-    _check_batch(config)
+    _check_parallel(config)
     _check_data(config)
     _check_optim(config)
     _check_checkpoint(config)
@@ -283,6 +284,11 @@ def _check_precision(config: Config) -> None:
         raise ValueError(
             f"model.moe.backend={backend} does not compute in precision.recipe=fp64; set model.moe.backend=reference"
         )
+    if config.model.attention.backend == "varlen" and precision.recipe in ("fp32", "fp64"):
+        raise ValueError(
+            f"model.attention.backend=varlen does not compute in precision.recipe={precision.recipe}; set "
+            "model.attention.backend=auto"
+        )
     for field in dataclasses.fields(config.comms.payload):
         key, payload = f"comms.payload.{field.name}", getattr(config.comms.payload, field.name)
         if payload == "mxfp8" and config.precision.recipe == "fp64":
@@ -300,8 +306,7 @@ def _check_unused(precision: PrecisionConfig) -> None:
             raise ValueError(f"precision.{key}={text} does nothing with {without}; leave it out, or change the latter")
 
 
-def _check_batch(config: Config) -> None:
-    accumulation_steps(config.train, dp_size=1)
+def _check_parallel(config: Config) -> None:
     parallel = config.parallel
     if parallel.async_tp == "inductor" and not parallel.compile:
         raise ValueError(

@@ -19,7 +19,7 @@ class WandbRun:
     """The W&B side of a run, on rank 0. With mode `disabled` it does nothing and imports nothing."""
 
     def __init__(self, folder: Path, config: WandbConfig, run_id: str, settings: Mapping[str, Any]) -> None:
-        """Raises: RuntimeError: W&B cannot be started (not installed, not logged in, no network)."""
+        """Raises: ValueError: W&B cannot be started (not installed, not logged in, no network)."""
         self.id: str | None = None
         self._run: Any = None
         if config.mode == "disabled":
@@ -28,9 +28,13 @@ class WandbRun:
         try:
             self._run = _start(folder, config, run_id, self.id, settings)
         except Exception as error:
-            raise RuntimeError(
-                f"W&B cannot be started with logging.wandb.mode={config.mode}: {error}. Log in with `wandb login`, or "
-                "set logging.wandb.mode=offline or disabled"
+            without = "offline or disabled" if config.mode == "online" else "disabled"
+            log_in = "log in with `wandb login`, set WANDB_API_KEY, or " if config.mode == "online" else ""
+            # What W&B says may have lines of its own.
+            said = " ".join(str(error).split()).rstrip(".")
+            raise ValueError(
+                f"W&B cannot be started with logging.wandb.mode={config.mode}: {said}; {log_in}set "
+                f"logging.wandb.mode={without}"
             ) from error
 
     def log(self, record: Mapping[str, Any]) -> None:

@@ -1,14 +1,19 @@
 """The result of a run in use: a sample from a fresh process that has the run's folder and nothing else."""
 
+import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from scripts import generate
 from tests.e2e.runs import ROOT, STEPS, Attempt, Bench
+from trainer.generate import generate as generate_text
+from trainer.generate import sample_token
 
 GREEDY = ("--temperature", "0", "--tokens", "24", "--prompt", "abc ")
 
@@ -51,6 +56,44 @@ def test_a_run_is_found_by_its_id_and_named_to_somebody_who_errs(
         [*program[:1], "-X", "importtime", *program[1:]], capture_output=True, text=True, timeout=60
     )
     assert listed.returncode == 2 and "| torch\n" not in listed.stderr
+
+
+@pytest.mark.parametrize("flag", ["--temperature", "--top-p"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_a_number_that_nothing_can_be_drawn_with_is_named(
+    flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = in_this_process(capsys, str(tmp_path), f"{flag}={value}")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {flag} {float(value)}: must be ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("--top-p=0", "--top-p 0.0: must be above 0"),
+        ("--top-p=1.5", "--top-p 1.5: must be above 0 and at most 1"),
+        ("--tokens=-1", "--tokens -1: must be at least 0"),
+        ("--seed=-1", "--seed -1: must be at least 0"),
+        (f"--seed={2**70}", "must be at least 0 and below 2^63"),
+    ],
+)
+def test_a_number_out_of_range_is_named(
+    argument: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = in_this_process(capsys, str(tmp_path), argument)
+    assert code == 2 and told in err
+
+
+def test_the_smallest_temperature_takes_the_likeliest_token() -> None:
+    logits, generator = torch.tensor([1.0, 3.0, 2.0]), torch.Generator().manual_seed(0)
+    assert sample_token(logits, 5e-324, 0.95, generator) == sample_token(logits, 0, 0.95, generator) == 1
+
+
+@pytest.mark.parametrize("temperature", [math.nan, math.inf, -1.0])
+def test_a_temperature_that_nothing_can_be_drawn_with_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match="must be finite and not negative"):
+        generate_text(nn.Identity(), None, "", temperature=temperature)
 
 
 def test_what_cannot_be_sampled_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,15 @@
 """Mistakes of people: exit code 2, one message from rank 0, nothing left half done. And runs that need nothing more."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from scripts import tokenize_text
 from tests.e2e.runs import STEPS, Attempt, Bench, columns, contents, status
 from trainer.compose import load_config
 from trainer.optim import learning_rate
+from trainer.shards import HEADER
 
 
 @pytest.mark.parametrize(
@@ -20,7 +23,9 @@ from trainer.optim import learning_rate
         (["parallel.ep=2"], ["parallel.ep=2", "1"]),
         (["parallel.dp_shard=2"], ["dp_shard=2", "one process"]),
         (["train.global_batch_size=3"], ["train.global_batch_size=3", "2 or 4"]),
-        (["parallel.tp=2"], ["the one process of this run; start 2 with torchrun --nproc-per-node=2", "parallel.tp=1"]),
+        # Two processes would be no help: 257 entries of the vocabulary do not divide by 2.
+        (["parallel.tp=2"], ["the one process of this run; legal, with all else as it is: parallel.tp=1"]),
+        (["parallel.cp=2"], ["the one process of this run; start 2 with torchrun --nproc-per-node=2", "parallel.cp=1"]),
         (["data.train.text.paths=/no/such"], ["data.train.text.paths: must be a list such as '[a,b]'"]),
         (["model.vocab_size=200"], ["data.tokenizer_vocab_size=257", "model.vocab_size=200"]),
         (["checkpoint.resume=/no/such/place"], ["checkpoint.resume=/no/such/place"]),
@@ -60,6 +65,23 @@ def test_mistake_in_the_data_can_be_mended_in_the_same_run(bench: Bench, overrid
     again = bench.alone(run_id, "train.steps=1", "train.eval_every=null", "checkpoint.every=null")
     assert again.code == 0, again.err
     assert (status(run)["state"], status(run)["attempt"]) == ("finished", 2)
+
+
+def test_a_shard_whose_damage_shows_in_the_middle_of_the_run_is_named(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = tmp_path / "shards"
+    command = ["--output", str(shards), "--tokenizer", "train", "--vocab-size", "257", f"{bench.folder}/text/*.txt"]
+    assert tokenize_text.main(command) == 0
+    with open(shards / "00000.tokens", "r+b") as file:
+        file.seek(HEADER.size)
+        file.write(b"\xff" * 2000)
+    words = ["data.train.text.kind=tokens", f"data.train.text.paths=[{shards}]", f"data.tokenizer={shards}"]
+    attempt = bench.alone("damaged-ids", *words)
+    assert attempt.code == 2
+    last = attempt.err.splitlines()[-1]
+    assert last.startswith(f"error: {shards}/00000.tokens is damaged: document ") and "tokenise it again" in last
+    assert "Traceback" not in attempt.err
 
 
 def test_two_ranks_with_the_same_mistake_speak_once(bench: Bench) -> None:

@@ -1,6 +1,9 @@
 """The benchmark of the exchange: it runs without GPUs, counts its bytes and writes what it found."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +87,13 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="2"):
             main(words)
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["bench_vdev", "bench_ranks", "bench_results", "bench_times"])
+def test_a_part_of_a_benchmark_says_that_it_is_no_program(name: str) -> None:
+    """Run as a program runs, without the checkout on the path."""
+    script = Path(__file__).parents[2] / "scripts" / f"{name}.py"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, str(script), "--help"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"scripts/{name}.py is a part of ") and done.stderr.count("\n") == 1

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from scripts.convert_hf import main
 from tests.transformers_models import COMMON, build_reference
 from trainer.hf_convert import _in_file
+from trainer.hf_plan import make_plan
 from trainer.hf_source import FOLDER, keep_source, kept_source, open_source
 from trainer.huggingface import Export, Transfer, export_model, load_source, named_tensors
 from trainer.models.transformer import Transformer
@@ -163,3 +164,27 @@ def test_a_tied_mixture_of_experts_there_and_back(tmp_path, monkeypatch):
         expected = reference(tokens).logits
         assert torch.equal(theirs(tokens).logits, expected)
         assert (model(tokens).logits_BSV - expected).norm() / expected.norm() < 1e-5
+
+
+def test_weights_that_are_rounded_unasked_are_told_of(tmp_path):
+    told = [note for note in export(tmp_path / "out").notes if "rounded" in note]
+    assert len(told) == 1
+    assert told[0].startswith("weights are float32 in the run and rounded to bfloat16 in the export; ")
+    assert "--dtype float32" in told[0]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert export(tmp_path / str(dtype), dtype=dtype).notes == []
+    # A source in fp32 is written back as it was.
+    written(tmp_path / "hf", "qwen3_moe", torch.float32)
+    keep_source(open_source(tmp_path / "hf"), tmp_path / FOLDER)
+    assert export(tmp_path / "back", kept=kept_source(tmp_path)).notes == []
+
+
+def test_settings_of_experts_without_a_place_are_told_of(tmp_path):
+    _, config = build_reference("qwen3_moe", torch.float32)
+    config.moe.capacity_factor, config.moe.force_balance = 1.25, True
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(Transformer(config)).items()}
+    assert make_plan(Export(config, shapes)).notes == [
+        "model.moe.capacity_factor=1.25 has no place in config.json: the exported model drops no pair of token and "
+        "expert",
+        "model.moe.force_balance=true has no place in config.json: the exported model routes by its scores",
+    ]

@@ -145,7 +145,7 @@ def proposals(message: str) -> list[str]:
             ["parallel.ep=1"],
         ),
         # With fewer ranks in tp there would be more data ranks than sequences.
-        ("parallel.tp=4 train.global_batch_size=1", 4, "parallel.tp: 3 or 6, but other settings must change", []),
+        ("parallel.tp=4 train.global_batch_size=1", 4, "parallel.tp: 2, but other settings must change", []),
         (
             "parallel.dp_shard=3",
             8,
@@ -191,6 +191,40 @@ def test_whatever_is_proposed_is_legal(
         assert resolve_sizes(settled, world) == settled
         check_layout(config, settled)
         assert settled.dp_replicate * settled.dp_shard * settled.cp * settled.tp == world
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "told"),
+    [
+        ("train.global_batch_size=9 train.micro_batch_size=4", 2, "4 x 2 data-parallel ranks; nearest legal: 8 or 16"),
+        ("train.global_batch_size=9 train.micro_batch_size=4 parallel.tp=2", 2, "4 x 1 data-parallel ranks; nearest"),
+    ],
+)
+def test_a_batch_is_measured_by_the_ranks_of_the_run(words: str, world: int, told: str) -> None:
+    """Composing knows nothing of them, and says nothing."""
+    compose(["experiment=demo", *words.split()])
+    assert told in refusal(with_settings(words), world)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "count"),
+    [
+        ("parallel.tp=2", 1, 2),
+        # EP borrows from more ranks than tp has.
+        ("parallel.tp=2 parallel.ep=8", 1, 8),
+        ("parallel.tp=2 parallel.dp_shard=4", 3, 8),
+        # 3 divides 6 heads, but not 2 key/value heads.
+        ("parallel.tp=3", 2, 0),
+        ("parallel.tp=3 model.attention.num_kv_heads=3 model.vocab_size=4098", 2, 3),
+        ("parallel.tp=2 train.global_batch_size=1 train.micro_batch_size=1 parallel.dp_replicate=2", 2, 0),
+    ],
+)
+def test_processes_are_proposed_where_the_run_fits_them(words: str, world: int, count: int) -> None:
+    message = refusal(with_settings(words), world)
+    assert ("; start " in message) == bool(count), message
+    if count:
+        assert f"start {count} with torchrun --nproc-per-node={count}" in message
+        fit_layout(with_settings(words), count)
 
 
 def test_ranks_that_share_sequences_do_not_share_the_batch() -> None:

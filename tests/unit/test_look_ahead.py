@@ -1,17 +1,20 @@
-"""--check: what can be found wrong without torch, for so many processes, and nothing is written."""
+"""--check: what can be found wrong before a run starts, for so many processes, and nothing is written."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from trainer.compose import compose, config_to_yaml
+from trainer.compose import CONFIG_DIR, compose, config_to_yaml
 from trainer.look_ahead import look_ahead
 from trainer.run import write_status
 from trainer.train import main
 
 
 def check(*words: str, processes: str = "2") -> str:
-    return look_ahead(compose(["experiment=demo", *words]), processes, folder_too=True)
+    return look_ahead(compose(["experiment=demo", *words]), processes, check=True)
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +79,51 @@ def test_an_evaluation_of_no_run_is_one(folder: Path) -> None:
     assert check("run.id=q", "train.eval_only=true")
     with pytest.raises(ValueError, match=r"there is no run runs/qq: did you mean run\.id=q\?"):
         check("run.id=qq", "train.eval_only=true")
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("comms.backend=symm_mem", "comms.backend=collective, or auto"),
+        ("comms.backend=nvshmem", "comms.backend=collective, or auto"),
+        ("model.moe.backend=fused", "model.moe.backend=grouped_mm, or auto"),
+        ("model.attention.backend=varlen", "model.attention.backend=sdpa, or auto"),
+    ],
+)
+def test_what_needs_gpus_is_refused_without_them(word: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"^{word} needs GPUs, and this run is on cpu; use {instead}$"):
+        check(word, "precision=bf16")
+    # A run that starts finds out by itself, and sooner than torch could be imported here.
+    look_ahead(compose(["experiment=demo", "precision=bf16", word]), "2", check=False)
+    # It is for another machine.
+    assert check(word, "precision=bf16", "cluster=h200")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert check(word, "precision=bf16")
+
+
+def test_rows_of_one_rank_need_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert check("comms.backend=symm_mem", processes="1")
+
+
+def test_patterns_of_linears_are_tried_on_the_model() -> None:
+    words = ["precision=mxfp8", "precision.linears=[*.attention.wq]"]
+    assert check(*words)
+    with pytest.raises(ValueError, match=r"precision\.linears: 'nothing' matches no dense linear of the model"):
+        check(*words[:1], "precision.linears=[nothing]")
+    with pytest.raises(ValueError, match=r"precision\.linears_exclude: 'nothing' matches no dense linear"):
+        check(*words, "precision.linears_exclude=[nothing]")
+
+
+def test_torch_is_imported_for_nothing_else(folder: Path) -> None:
+    code = (
+        "import sys; from trainer.compose import compose; from trainer.look_ahead import look_ahead\n"
+        "for words in ([], ['precision=mxfp8'], ['comms.backend=symm_mem', 'cluster=h200']):\n"
+        "    look_ahead(compose(['experiment=demo', *words]), '2', check=True)\n"
+        "print('torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(CONFIG_DIR.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

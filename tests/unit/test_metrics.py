@@ -241,7 +241,18 @@ def test_disabled_wandb_is_not_imported(tmp_path: Path, monkeypatch: pytest.Monk
     metrics.log(1, step_result())
     metrics.close()
     assert not (tmp_path / "wandb").exists()
-    with pytest.raises(RuntimeError, match=r"logging\.wandb\.mode=offline"):
+    # A mistake that is told without a traceback.
+    with pytest.raises(ValueError, match=r"WANDB_API_KEY, or set logging\.wandb\.mode=offline or disabled"):
+        WandbRun(tmp_path, WandbConfig(mode="online"), "run-7", {})
+    with pytest.raises(ValueError, match=r"mode=offline: .*; set logging\.wandb\.mode=disabled"):
+        WandbRun(tmp_path, WandbConfig(mode="offline"), "run-7", {})
+
+
+def test_what_wandb_says_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(wandb, "init", lambda **_: (_ for _ in ()).throw(Exception("No API key.\nUse it.")))
+    with pytest.raises(ValueError, match=r"mode=online: No API key\. Use it; log in with `wandb login`, set"):
         WandbRun(tmp_path, WandbConfig(mode="online"), "run-7", {})
 
 

@@ -50,7 +50,7 @@ status("finished", 0)
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "torchrun.py").write_text(textwrap.dedent(STUB))
     monkeypatch.setenv("TORCHRUN", f"{sys.executable} {tmp_path / 'torchrun.py'}")
-    monkeypatch.setenv("SLUICEGATE_NPROC", "3")
+    monkeypatch.setenv("SLUICEGATE_NPROC", "2")
     monkeypatch.setattr("trainer.multirun.POLL_SECONDS", 0.01)
     return tmp_path
 
@@ -84,7 +84,7 @@ def test_grid_is_the_product_in_hydras_syntax() -> None:
 def test_one_torchrun_per_job_each_with_its_own_id(stub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert multirun(line(stub, "optim.lr=0.1,0.6", "run.id=sweep")) == 0
     first, second = calls(stub)
-    assert first[:5] == ["--standalone", "--nproc-per-node", "3", "-m", "trainer.train"]
+    assert first[:5] == ["--standalone", "--nproc-per-node", "2", "-m", "trainer.train"]
     assert {"optim.lr=0.1", "experiment=demo"} <= set(first)
     assert (first[-1], second[-1]) == ("run.id=sweep-0", "run.id=sweep-1")
     assert "optim.lr=0.6" in second
@@ -124,6 +124,11 @@ def test_new_base_id_is_shared_by_the_jobs(stub: Path, monkeypatch: pytest.Monke
     assert [job.run_id for job in plan_jobs(line(stub, "optim.lr=0.1,0.6"))] == ["base-0", "base-1"]
     # A swept id stays unique too.
     assert [job.run_id for job in plan_jobs(line(stub, "run.id=a,b"))] == ["a-0", "b-1"]
+
+
+def test_a_job_that_does_not_fit_the_processes_is_found_before_the_first(stub: Path) -> None:
+    with pytest.raises(ValueError, match=r"job 1 .*micro_batch_size=4 x 2 data-parallel ranks; nearest legal: 8"):
+        plan_jobs(line(stub, "train.global_batch_size=8,9"))
 
 
 def test_refused_under_torchrun(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.shards import HEADER, Corpus, ShardWriter, open_shard
+from trainer.shards import HEADER, Corpus, DamagedShardError, ShardWriter, open_shard
 
 DIGEST = bytes(range(16))
 DOCUMENTS = [[1, 2, 3, 0], [4, 0], [5, 6, 7, 8, 9, 0], [10, 0], [11, 12, 0]]
@@ -104,7 +104,8 @@ def test_a_token_outside_the_vocabulary_is_named_when_it_is_read(tmp_path: Path)
     (path,) = write(tmp_path / "one")
     damaged(path, "tokens", 9, 300)
     corpus = Corpus([open_shard(path)])
-    with pytest.raises(ValueError, match=re.escape(f"{path} is damaged: document 2 has the token 300, and the voc")):
+    told = re.escape(f"{path} is damaged: document 2 has the token 300, and the voc")
+    with pytest.raises(DamagedShardError, match=told):
         corpus.tokens(2, 0, 100)
     assert corpus.tokens(2, 0, 3).tolist() == [5, 6, 7] and corpus.tokens(1, 0, 100).tolist() == [4, 0]
     first, second = write(tmp_path / "two", shard_tokens=5)[:2]

@@ -71,7 +71,7 @@ def test_tokenised_once_until_something_changes(
     assert len(runs) == 4
 
 
-@pytest.mark.parametrize("damage", ["shortened", "missing shard", "missing report"])
+@pytest.mark.parametrize("damage", ["shortened", "missing shard", "missing report", "{}", "[]", "{"])
 def test_damaged_cache_is_built_again(
     tmp_path: Path, tokenizer: Tokenizer, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,6 +83,8 @@ def test_damaged_cache_is_built_again(
         shard.write_bytes(shard.read_bytes()[:-8])
     elif damage == "missing shard":
         shard.unlink()
+    elif damage != "missing report":
+        (shard.parent / "source.json").write_text(damage)
     else:
         (shard.parent / "source.json").unlink()
     assert open_source(source, data, tokenizer, "x").corpus.digest == first

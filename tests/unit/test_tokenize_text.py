@@ -52,6 +52,36 @@ def test_prompts_and_given_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert tokenizer.decode(labels[labels >= 0].tolist()) == "answer"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--vocab-size", "10", "a.txt"], "--vocab-size is 10: a byte-level vocabulary has at least"),
+        (["--tokenizer", "nowhere", "a.txt"], "--tokenizer: no such file: nowhere: give"),
+        (["b.txt"], "paths: no such file: 'b.txt'"),
+        (["--exclude", "a.txt", "a.txt"], "paths: no such file: 'a.txt'"),
+        (["--hash-range", "1", "0", "a.txt"], "--hash-range is [1.0, 0.0]: give [from, to]"),
+        (["empty.txt"], "empty.txt is empty: leave it out (--exclude) or set --empty-files skip"),
+        (["bad.txt"], "or set --invalid-utf8 skip"),
+        (["--kind", "huggingface", "--column", "words", "rows.jsonl"], "--column: rows.jsonl"),
+        # In the name of a file it is no setting.
+        (["data.train.text.paths"], "paths: no such file: 'data.train.text.paths' (looked for"),
+    ],
+)
+def test_mistakes_are_told_in_flags(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path, {"a.txt": "text", "empty.txt": "", "bad.txt": b"\xff", "rows.jsonl": '{"text": "a"}\n'})
+    assert main(["--output", "out", "--tokenizer", "train", "--vocab-size", "257", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
+    assert "data." not in err.replace("data.train.text.paths'", "").replace("/data.train.text.paths", "")
+
+
 def test_mistakes_exit_with_2_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_texts(tmp_path, {"a.txt": "text", "bad.txt": b"\xff"})
     output = ["--output", f"{tmp_path}/out", "--tokenizer", "train", "--vocab-size", "257"]
