@@ -4,7 +4,7 @@
     python -m trainer.train ...            one process
 
 Workers exit 0 when the run is finished or was asked to stop (status.json tells which), 2 for a mistake in config or
-data, 1 otherwise. The run itself is trainer/trainer.py.
+data, 1 otherwise. The run itself is trainer/attempt.py and trainer/trainer.py.
 """
 
 import faulthandler
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         finish(found)
     # Importing torch takes seconds, and a mistake should not.
     from parallel.process_group import process_group
-    from trainer.trainer import run
+    from trainer.attempt import run
 
     with process_group(config.parallel.timeout_seconds) as device:
         code = run(config, line.overrides, device)
