@@ -133,7 +133,8 @@ class OptimConfig:
 class CheckpointConfig:
     """When to save, what to keep, what to start from."""
 
-    # auto | never | PATH of a step folder or a run folder
+    # auto | never | PATH of a step folder or a run folder. Whichever it is, the same command given again after a stop
+    # goes on from what it has saved.
     resume: str = "auto"
     # Steps between checkpoints; 0 means only at the end, null none at all.
     every: int | None = 500

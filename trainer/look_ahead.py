@@ -1,6 +1,7 @@
 """What can be found wrong with a run before torch is imported, and before it has a folder: in a second."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from trainer.check_inputs import check_inputs
 from trainer.config import Config
@@ -8,7 +9,7 @@ from trainer.layout import fit_layout
 from trainer.run import check_run_folder, new_run_id, resolve_run_id
 
 
-def look_ahead(config: Config, world_size: str, *, folder_too: bool) -> str:
+def look_ahead(config: Config, overrides: Sequence[str], world_size: str, *, folder_too: bool) -> str:
     """Check sizes for so many processes, and files; with `folder_too` also what is in the run's folder, if it is there.
 
     Rank 0 of a run looks into that once more, when no other process can write there. Returns what to tell.
@@ -22,6 +23,6 @@ def look_ahead(config: Config, world_size: str, *, folder_too: bool) -> str:
     check_inputs(config)
     if folder_too:
         settled = dataclasses.replace(config.run, id=resolve_run_id(config) or new_run_id())
-        check_run_folder(dataclasses.replace(config, parallel=parallel, run=settled))
+        check_run_folder(dataclasses.replace(config, parallel=parallel, run=settled), overrides)
     processes = "1 process" if int(world_size) == 1 else f"{world_size} processes"
     return f"no mistake found in config and files, for {processes}"

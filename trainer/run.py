@@ -55,6 +55,8 @@ class RunFolder:
     notice: str
     # The config of the attempt before, which this one's has taken the place of.
     config_before: str | None = None
+    # The words of the command line, by which a restart is known.
+    overrides: tuple[str, ...] = ()
 
     def take_back(self) -> None:
         """The config of the attempt before is the run's again: this one could not begin. Rank 0 only."""
@@ -126,8 +128,11 @@ def make_folder(config: Config) -> Path:
     return path
 
 
-def check_run_folder(config: Config) -> tuple[dict[str, Any] | None, list[Change]]:
+def check_run_folder(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any] | None, list[Change]]:
     """The status and the permitted changes of the run that `config` continues, if any. Writes nothing.
+
+    Args:
+        overrides: the words of the command line that `config` comes from.
 
     Raises:
         ValueError: guarded settings differ from the stored ones (the message is a diff), or checkpoint.resume=never
@@ -137,7 +142,7 @@ def check_run_folder(config: Config) -> tuple[dict[str, Any] | None, list[Change
     _refuse_to_evaluate_nothing(config, path)
     status, changes = read_status(path), _check_against_stored(config, path)
     if not _only_looks(config, path) and not (status and _is_over(status, changes)):
-        _refuse_to_mix(config, path)
+        _refuse_to_mix(config, overrides, path)
     return status, changes
 
 
@@ -148,7 +153,7 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
         ValueError: see `check_run_folder`.
     """
     path = run_path(config)
-    status, changes = check_run_folder(config)
+    status, changes = check_run_folder(config, overrides)
     # An evaluation is no attempt: the training after it would have the same number.
     attempt = (int(status["attempt"]) if status else 0) + (0 if config.train.eval_only else 1)
     if _only_looks(config, path):
@@ -164,7 +169,8 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     if not config.train.eval_only:
         write_status(path, "running", attempt=attempt, step=status["step"] if status else None)
     notice = "\n".join(filter(None, notices))
-    return RunFolder(path, path.name, attempt, finished=False, notice=notice, config_before=before)
+    words = tuple(overrides)
+    return RunFolder(path, path.name, attempt, finished=False, notice=notice, config_before=before, overrides=words)
 
 
 def is_over(config: Config) -> bool:
@@ -265,13 +271,26 @@ def _never_began(path: Path) -> bool:
     return not any((path / "checkpoints").glob("step_*"))
 
 
-def _refuse_to_mix(config: Config, path: Path) -> None:
+def _refuse_to_mix(config: Config, overrides: Sequence[str], path: Path) -> None:
+    """Who starts anew finds no checkpoints but those of the same command: a requeued job goes on from its own.
+
+    The stop that saved them has said that the same command continues the run, and so does scripts/train.sh by its exit
+    code, whatever checkpoint.resume is; with checkpoint=none (which is `never`), too.
+    """
     saved = sorted((path / "checkpoints").glob("step_*"))
-    if config.checkpoint.resume == "never" and saved:
+    if config.checkpoint.resume == "never" and saved and _last_words(path) != list(overrides):
         raise ValueError(
-            f"checkpoint.resume=never starts anew, but {path} already holds {saved[-1].name}; "
-            "choose another run.id, or checkpoint.resume=auto to go on"
+            f"checkpoint.resume=never starts anew, but {path} already holds {saved[-1].name}, and the last command "
+            "there was another one (overrides.yaml); choose another run.id, or checkpoint.resume=auto to go on"
         )
+
+
+def _last_words(path: Path) -> list[str] | None:
+    """The command line of the last attempt; None where that is not known."""
+    try:
+        return yaml.safe_load((path / "overrides.yaml").read_text())
+    except (FileNotFoundError, ValueError, yaml.YAMLError):
+        return None
 
 
 def _record_environment(path: Path, attempt: int, world_size: int) -> str:

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     config, line = config_from_command_line(sys.argv[1:] if argv is None else argv)
     try:
-        found = look_ahead(config, os.environ.get("WORLD_SIZE", "1"), folder_too=line.check)
+        found = look_ahead(config, line.overrides, os.environ.get("WORLD_SIZE", "1"), folder_too=line.check)
     except MISTAKES as error:
         exit_with_mistake(error)
     if line.check:

@@ -101,7 +101,8 @@ class Trainer:
         if self.folder.notice:
             self.metrics.say(self.folder.notice)
         # An evaluation looks at the checkpoint that is named, whatever else the run has.
-        path = self.checkpointer.resume_path(own_first=self.loader is not None)
+        words = None if self.loader is None else self.folder.overrides
+        path = self.checkpointer.resume_path(words)
         init_from = self.config.checkpoint.init_from or ""
         self.restored_from: Path | None = None
         if path is None and init_from.startswith(HF_PREFIX):
@@ -117,6 +118,7 @@ class Trainer:
             self.metrics.resume(extra)
             self.total_steps = total_steps(self.config, self.step, self.metrics.tokens(self.step))
             self.metrics.say(f"continuing from {path} at step {self.step}")
+            self.checkpointer.began(self.folder.overrides)
         elif self.restored_from is not None:
             extra = self.checkpointer.load_weights(self.restored_from, self.model)
             if self.loader is None:

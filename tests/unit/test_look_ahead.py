@@ -11,7 +11,8 @@ from trainer.train import main
 
 
 def check(*words: str, processes: str = "2") -> str:
-    return look_ahead(compose(["experiment=demo", *words]), processes, folder_too=True)
+    given = ["experiment=demo", *words]
+    return look_ahead(compose(given), given, processes, folder_too=True)
 
 
 @pytest.fixture(autouse=True)

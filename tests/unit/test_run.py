@@ -178,12 +178,18 @@ def test_finished_run_goes_on_only_when_told_explicitly(config: Config) -> None:
 
 
 def test_never_resuming_does_not_mix_two_runs(config: Config) -> None:
-    path = start(config, checkpoint__resume="never").path
+    path = start(config).path
     assert start(config, checkpoint__resume="never").attempt == 2
     (path / "checkpoints" / "step_00000100").mkdir(parents=True)
-    with pytest.raises(ValueError, match="already holds step_00000100"):
+    assert start(config, checkpoint__resume="never").attempt == 3, "saved by this same command: a job requeued"
+    for text in ("- experiment=demo\n- checkpoint.every=3\n", "", "{", "[a"):
+        (path / "overrides.yaml").write_text(text)
+        with pytest.raises(ValueError, match=r"already holds step_00000100, and the last command .* another one"):
+            start(config, checkpoint__resume="never")
+    (path / "overrides.yaml").unlink()
+    with pytest.raises(ValueError, match=r"choose another run\.id"):
         start(config, checkpoint__resume="never")
-    assert start(config).attempt == 3
+    assert start(config).attempt == 4
 
 
 def test_evaluation_alone_leaves_the_run_as_it_is(config: Config) -> None:
