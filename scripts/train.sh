@@ -283,7 +283,8 @@ except FileNotFoundError:
 print(status.get("state"), status.get("exit_code"))' "$status_file"
 }
 
-status_stamp() { stat -c '%i %Y %s' "$status_file" 2>/dev/null && cat "$status_file" 2>/dev/null; }
+# An attempt that could not begin has put back what was there; of others, attempt and time differ.
+status_stamp() { cat "$status_file" 2>/dev/null; }
 
 # A mistake is told before there is a torchrun to bury it. Of several nodes each would have to find it, or the others
 # would wait for that one; and a torchrun of somebody's own may run elsewhere. There the workers look, as they do anyway.

@@ -65,11 +65,10 @@ def _attempt(config: Config, overrides: Sequence[str], device: torch.device, loc
         print(f"rank {peers.rank} failed: {message}", file=sys.stderr, flush=True)
         raise
     finally:
-        step = None if trainer is None else trainer.step
-        # Whatever it was: an attempt that could not begin leaves the run its settings.
-        if trainer is None and peers.rank == 0:
-            folder.take_back()
-        record(state=state, step=step, exit_code=code, message=message)
+        # Whatever it was: an attempt that could not begin leaves the run its settings, and the end that it had.
+        if trainer is not None or not (peers.rank == 0 and folder.take_back()):
+            step = folder.step if trainer is None else trainer.step
+            record(state=state, step=step, exit_code=code, message=message)
         if trainer is not None:
             trainer.close(code)
     return code

@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from trainer.config import Config, RunConfig
 from trainer.environment import describe_environment
 from trainer.validate import check_run_id
 
+STATUS = "status.json"
 STATES = ("running", "finished", "preempted", "failed")
 # Of the runs that there are, so many are named to somebody who asked for another.
 NUM_NAMED = 5
@@ -53,15 +54,21 @@ class RunFolder:
     # For the log: that the run is finished, or which permitted settings changed, or that a file of it was damaged;
     # empty when there is nothing to say.
     notice: str
-    # The config of the attempt before, which this one's has taken the place of.
-    config_before: str | None = None
+    # What the files that this attempt replaced had in them, by name, where the run has been trained before.
+    before: Mapping[str, str] = field(default_factory=dict)
+    # The step that the run's status had.
+    step: int | None = None
     # The words of the command line, by which a restart is known.
     overrides: tuple[str, ...] = ()
 
-    def take_back(self) -> None:
-        """The config of the attempt before is the run's again: this one could not begin. Rank 0 only."""
-        if self.config_before is not None:
-            replace_file(self.path / "config.yaml", self.config_before)
+    def take_back(self) -> bool:
+        """The run is again as the attempt before left it: this one could not begin. Rank 0 only.
+
+        Returns whether its status is that of before, too, and nothing is to be said there of this attempt.
+        """
+        for name, text in self.before.items():
+            replace_file(self.path / name, text)
+        return STATUS in self.before
 
 
 def resolve_run_id(config: Config, environ: Mapping[str, str] | None = None) -> str | None:
@@ -161,16 +168,26 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     if status and _is_over(status, changes):
         return RunFolder(path, path.name, int(status["attempt"]), finished=True, notice=_finished_text(path, status))
     make_folder(config)
-    stored = path / "config.yaml"
-    before = stored.read_text() if stored.exists() and not _never_began(path) else None
-    replace_file(stored, config_to_yaml(config))
+    before = _replaced_files(path, status)
+    replace_file(path / "config.yaml", config_to_yaml(config))
     replace_file(path / "overrides.yaml", yaml.safe_dump(list(overrides)))
     notices = (describe_changes(changes), _record_environment(path, attempt, world_size))
+    step = status["step"] if status else None
     if not config.train.eval_only:
-        write_status(path, "running", attempt=attempt, step=status["step"] if status else None)
+        write_status(path, "running", attempt=attempt, step=step)
     notice = "\n".join(filter(None, notices))
-    words = tuple(overrides)
-    return RunFolder(path, path.name, attempt, finished=False, notice=notice, config_before=before, overrides=words)
+    return RunFolder(path, path.name, attempt, False, notice, before=before, step=step, overrides=tuple(overrides))
+
+
+def _replaced_files(path: Path, status: Mapping[str, Any] | None) -> dict[str, str]:
+    """What an attempt that cannot begin puts back; nothing where no training is to be gone on with."""
+    if not (path / "config.yaml").exists() or _never_began(path):
+        return {}
+    names = ["config.yaml", "overrides.yaml"]
+    # A process that was killed could not say how it ended: that this attempt has failed is more than `running` says.
+    if status and status["state"] != "running":
+        names += ["environment.json", STATUS]
+    return {name: (path / name).read_text(errors="replace") for name in names if (path / name).exists()}
 
 
 def is_over(config: Config) -> bool:
@@ -221,7 +238,7 @@ def write_status(
     assert state in STATES, state
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     status = {"state": state, "exit_code": exit_code, "step": step, "attempt": attempt, "message": message, "time": now}
-    replace_file(path / "status.json", json.dumps(status, indent=2) + "\n")
+    replace_file(path / STATUS, json.dumps(status, indent=2) + "\n")
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
@@ -230,7 +247,7 @@ def read_status(path: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: the file is there but not one of ours.
     """
-    file = path / "status.json"
+    file = path / STATUS
     if not file.exists():
         return None
     try:

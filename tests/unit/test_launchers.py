@@ -196,6 +196,19 @@ def test_status_of_an_earlier_attempt_is_not_this_ones(stubs: Stubs) -> None:
     assert code == 1, output
 
 
+def test_a_status_that_was_put_back_is_not_this_attempts(stubs: Stubs) -> None:
+    """An attempt that could not begin leaves a finished run its status, in a new file."""
+    status = stubs.folder / "runs" / "r" / "status.json"
+    status.parent.mkdir(parents=True)
+    status.write_text(json.dumps({"state": "finished", "exit_code": 0}))
+    (stubs.folder / "worker.py").write_text(
+        "import os; file = 'runs/r/status.json'; text = open(file).read(); open('new', 'w').write(text)\n"
+        "os.replace('new', file); raise SystemExit(1)"
+    )
+    code, output = _finish(stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r"))
+    assert code == 1 and "run r failed" in output.splitlines()[-1], output
+
+
 def test_run_folder_follows_the_overrides(stubs: Stubs) -> None:
     (stubs.folder / "worker.py").write_text(
         "import os, pathlib; folder = pathlib.Path('my out/x'); folder.mkdir(parents=True, exist_ok=True)\n"

@@ -89,6 +89,29 @@ def test_secrets_of_the_environment_are_not_recorded(config: Config, monkeypatch
     assert all("hunter2" not in file.read_text() for file in folder.path.iterdir())
 
 
+@pytest.mark.parametrize("state", ["finished", "preempted", "failed"])
+def test_an_attempt_that_could_not_begin_leaves_the_run_as_it_was(config: Config, state: str) -> None:
+    path = start(config).path
+    write_status(path, state, attempt=1, step=7, exit_code=1)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    config.run.allow_changes = ["train.steps"]
+    folder = start(config, train__steps=2000)
+    assert (folder.attempt, folder.finished, folder.step) == (2, False, 7)
+    assert folder.take_back()
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_no_status_is_put_back_that_says_a_run_is_running_or_where_it_never_began(config: Config) -> None:
+    path = start(config).path
+    write_status(path, "running", attempt=1, step=7)
+    config_before = (path / "config.yaml").read_text()
+    assert not start(config, train__log_every=3).take_back()
+    assert (path / "config.yaml").read_text() == config_before
+    write_status(path, "failed", attempt=2, exit_code=2)
+    assert not start(config, model__dim=128).take_back()
+    assert load_config(path / "config.yaml").model.dim == 128
+
+
 def test_attempt_grows_with_every_restart(config: Config) -> None:
     assert [start(config).attempt for _ in range(3)] == [1, 2, 3]
     path = start(config).path
