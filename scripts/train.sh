@@ -325,6 +325,12 @@ conclude() {
   if [ "$(status_stamp)" != "$stamp_before" ]; then
     read -r state worker_code <<<"$(read_status)"
   fi
+  # Evaluations write no status.
+  if [ "$code" = 0 ] && [ "$(head -n 1 "$exit_file" 2>/dev/null)" = "$EXIT_PREEMPTED" ]; then
+    rm -f "$exit_file"
+    say "the evaluation of run $run_id was stopped; the same command begins it anew"
+    exit "$EXIT_PREEMPTED"
+  fi
   # A mistake in the config is found before the run has a folder.
   [ -n "$worker_code" ] && [ "$worker_code" != None ] || worker_code=$(head -n 1 "$exit_file" 2>/dev/null)
   # Not what an attempt before a restart left there.

@@ -12,7 +12,7 @@ import torch
 
 from comms.symmetric_memory import NoRoomError
 from trainer.check_exchange import check_device
-from trainer.compose import MISTAKES, exit_with_mistake
+from trainer.compose import EXIT_PREEMPTED, MISTAKES, exit_with_mistake, tell_launcher
 from trainer.config import Config
 from trainer.peers import Peers
 from trainer.run import write_status
@@ -56,6 +56,9 @@ def _attempt(config: Config, overrides: Sequence[str], device: torch.device, loc
             exit_with_mistake(error)
         try:
             state, code = trainer.evaluate_only() if config.train.eval_only else trainer.train(), 0
+            if config.train.eval_only and state == "preempted":
+                # The status is that of the training, which has not stopped.
+                tell_launcher(EXIT_PREEMPTED, "the evaluation was stopped")
         except NoRoomError as error:
             code, message = 2, f"{error}. Weights are those before: no update was made with what found no room"
             exit_with_mistake(NoRoomError(message))

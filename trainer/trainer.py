@@ -24,7 +24,7 @@ from trainer.data import build_eval_sets, build_train_loader
 from trainer.evaluate import EvalResult, evaluate
 from trainer.garbage import Garbage, collected_together
 from trainer.generate import generate
-from trainer.guard import FAILED, NonFinitePolicy, RoomCheck, StopSignal
+from trainer.guard import FAILED, NonFinitePolicy, RoomCheck, Stopped, StopSignal
 from trainer.hf_config import HF_PREFIX
 from trainer.hf_run import export_run, inherit_source, start_from
 from trainer.metrics import RunMetrics
@@ -262,8 +262,10 @@ class Trainer:
         """Evaluate every held-out set and tell the results."""
         with self.metrics.pause():
             mask, bytes_V = self.config.data.document_mask, self.tokenizer.bytes_per_token
+            # Within a training the next step boundary is where a signal counts.
+            watched = (lambda batches: batches) if self.loader is not None else self.stop.until_stopped
             results = {
-                name: evaluate(self.model, batches, self.mesh, bytes_V, mask)
+                name: evaluate(self.model, watched(batches), self.mesh, bytes_V, mask)
                 for name, batches in self.eval_sets.items()
             }
         self.check_room()
@@ -274,8 +276,14 @@ class Trainer:
         return results
 
     def evaluate_only(self) -> str:
-        """Evaluate the weights that were restored, and nothing else."""
-        self.metrics.log_eval(self.step, self.evaluate())
+        """Evaluate the weights that were restored, and nothing else: `finished`, or `preempted` by a stop signal."""
+        try:
+            self.metrics.log_eval(self.step, self.evaluate())
+        except Stopped as signal:
+            self.metrics.event("stop", step=self.step, signal=str(signal))
+            same = f"the same command with run.id={self.config.run.id}"
+            self.metrics.say(f"{signal}: stopped within the evaluation, no result is kept; {same} begins it anew")
+            return "preempted"
         self.tell_compiled()
         return "finished"
 
