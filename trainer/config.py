@@ -18,7 +18,8 @@ class RunConfig:
     id: str | None = None
     root: str = "runs"
     seed: int = 0
-    # Settings, or sections, of model, data, optim or train that may differ from the run that is resumed.
+    # Settings, or sections, of model, data, optim or train that may differ from the run that is resumed; samples and
+    # their order may not, once there is a checkpoint.
     allow_changes: list[str] = field(default_factory=list)
 
 

@@ -150,6 +150,39 @@ def test_other_model_data_or_optimizer_is_refused_with_a_diff(
 
 
 @pytest.mark.parametrize(
+    ("setting", "value", "moved"),
+    [
+        ("data__train", {"text": SourceConfig(paths=["b"])}, True),
+        ("data__document_mask", False, False),
+        ("data__tokenizer", "other", True),
+        ("data__train", {"text": SourceConfig(paths=["b"], weight=2.0)}, False),
+        ("train__seq_len", 64, False),
+        ("run__seed", 1, False),
+    ],
+)
+def test_other_samples_need_a_new_run_once_there_is_a_checkpoint(
+    config: Config, setting: str, value: Any, moved: bool
+) -> None:
+    """Allowed, the loader would still refuse them; but files that were moved are the same samples."""
+    path = start(config).path
+    with pytest.raises(ValueError, match=r"run\.allow_changes=\["):
+        start(config, **{setting: value})
+    (path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    with pytest.raises(ValueError) as raised:
+        start(config, **{setting: value})
+    advice = str(raised.value).splitlines()[-1]
+    assert f"a new run with another run.id from the weights of this one, checkpoint.init_from={path}:" in advice
+    assert ("files were only moved: 'run.allow_changes=[data." in advice) == moved == ("allow_changes" in advice)
+
+
+def test_held_out_sets_may_be_changed_beside_a_checkpoint(config: Config) -> None:
+    path = start(config).path
+    (path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"accept the changes with 'run\.allow_changes=\[data\.eval_samples\]'"):
+        start(config, data__eval_samples=3)
+
+
+@pytest.mark.parametrize(
     ("setting", "value"),
     [
         ("parallel__ep", 2),
