@@ -2,6 +2,7 @@
 once. What is in the files is found out when they are read.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import Config
@@ -9,7 +10,7 @@ from trainer.run import is_over
 from trainer.sources import check_paths
 
 
-def check_inputs(config: Config) -> None:
+def check_inputs(config: Config, overrides: Sequence[str]) -> None:
     """Look for the tokenizer and for a file of every path of the sources that this run reads.
 
     A run that is finished reads none: its start says that, and ends.
@@ -17,7 +18,7 @@ def check_inputs(config: Config) -> None:
     Raises:
         FileNotFoundError: nothing is there; names the setting and the path.
     """
-    if is_over(config):
+    if is_over(config, overrides):
         return
     if config.data.tokenizer != "train":
         tokenizer_file(Path(config.data.tokenizer).expanduser())

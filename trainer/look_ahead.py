@@ -20,7 +20,7 @@ def look_ahead(config: Config, overrides: Sequence[str], world_size: str, *, fol
     if not world_size.isdecimal() or int(world_size) < 1:
         raise ValueError(f"WORLD_SIZE={world_size} must be the number of processes; unset it for one")
     parallel = fit_layout(config, int(world_size))
-    check_inputs(config)
+    check_inputs(config, overrides)
     if folder_too:
         settled = dataclasses.replace(config.run, id=resolve_run_id(config) or new_run_id())
         check_run_folder(dataclasses.replace(config, parallel=parallel, run=settled), overrides)

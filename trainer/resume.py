@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainer import checkpoint_files as files
-from trainer.way_back import NOTE, WentBack, read_note
+from trainer.way_back import NOTE, WentBack, goes_back, own_name, read_note
 
 Notify = Callable[[str], None]
 
@@ -52,8 +52,8 @@ def note_way_back(resume: str, folder: Path, words: Sequence[str]) -> str:
 
     Rank 0 only. Returns what to tell: what was left behind; empty if nothing was.
     """
-    to = _own_name(resume, folder)
-    if to is None or _happened(resume, folder, words):
+    to = own_name(resume, folder)
+    if to is None or not goes_back(resume, folder, words):
         return ""
     left = _left_behind(folder, to)
     # In this order: a kill in between has the command go back to the same checkpoint again, and not on from another.
@@ -66,20 +66,11 @@ def note_way_back(resume: str, folder: Path, words: Sequence[str]) -> str:
 
 def _happened(resume: str, folder: Path, words: Sequence[str]) -> str:
     """Why PATH is no longer to be taken, if this run has something of its own; empty if it is."""
-    to, note = _own_name(resume, folder), read_note(folder)
-    if to is None:
+    if own_name(resume, folder) is None:
         return "is where this run began"
-    if note is None or (note.to, note.words) != (to, list(words)):
+    if goes_back(resume, folder, words):
         return ""
     return f"is where this same command went back to (to do so once more, delete {folder / NOTE})"
-
-
-def _own_name(resume: str, folder: Path) -> str | None:
-    """The name of this run's checkpoint that is meant; None where it is not a PATH into this run's `checkpoints/`."""
-    if resume in ("auto", "never"):
-        return None
-    path = Path(resume).resolve()
-    return path.name if path.parent == folder.resolve() else None
 
 
 def _left_behind(folder: Path, to: str) -> dict[str, float]:

@@ -12,6 +12,7 @@ the new one, whenever the process is killed.
 What an attempt may change against config.yaml: trainer/changes.py.
 """
 
+import dataclasses
 import datetime
 import difflib
 import json
@@ -30,6 +31,7 @@ from trainer.compose import config_to_yaml, load_config
 from trainer.config import Config, RunConfig
 from trainer.environment import describe_environment
 from trainer.validate import check_run_id
+from trainer.way_back import goes_back
 
 STATUS = "status.json"
 STATES = ("running", "finished", "preempted", "failed")
@@ -148,7 +150,7 @@ def check_run_folder(config: Config, overrides: Sequence[str]) -> tuple[dict[str
     path = run_path(config)
     _refuse_to_evaluate_nothing(config, path)
     status, changes = read_status(path), _check_against_stored(config, path)
-    if not _only_looks(config, path) and not (status and _is_over(status, changes)):
+    if not _only_looks(config, path) and not (status and _is_over(config, overrides, status, changes)):
         _refuse_to_mix(config, overrides, path)
     return status, changes
 
@@ -165,7 +167,7 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
     attempt = (int(status["attempt"]) if status else 0) + (0 if config.train.eval_only else 1)
     if _only_looks(config, path):
         return RunFolder(path, path.name, attempt, finished=False, notice="")
-    if status and _is_over(status, changes):
+    if status and _is_over(config, overrides, status, changes):
         return RunFolder(path, path.name, int(status["attempt"]), finished=True, notice=_finished_text(path, status))
     make_folder(config)
     before = _replaced_files(path, status)
@@ -190,16 +192,17 @@ def _replaced_files(path: Path, status: Mapping[str, Any] | None) -> dict[str, s
     return {name: (path / name).read_text(errors="replace") for name in names if (path / name).exists()}
 
 
-def is_over(config: Config) -> bool:
+def is_over(config: Config, overrides: Sequence[str]) -> bool:
     """Whether the run is finished and `config` asks for no more of it, so that a start will say just that."""
     run_id = resolve_run_id(config)
     if run_id is None or config.train.eval_only:
         return False
-    path = Path(config.run.root) / run_id
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id))
+    path = run_path(config)
     status, stored = read_status(path), path / "config.yaml"
     if not status or status["state"] != "finished" or not stored.exists():
         return False
-    return _is_over(status, changed_settings(load_config(stored), config))
+    return _is_over(config, overrides, status, changed_settings(load_config(stored), config))
 
 
 def _only_looks(config: Config, path: Path) -> bool:
@@ -207,8 +210,11 @@ def _only_looks(config: Config, path: Path) -> bool:
     return config.train.eval_only and (path / "config.yaml").exists()
 
 
-def _is_over(status: Mapping[str, Any], changes: Sequence[Change]) -> bool:
-    return status["state"] == "finished" and not any(change.key in ENDS for change in changes)
+def _is_over(config: Config, overrides: Sequence[str], status: Mapping[str, Any], changes: Sequence[Change]) -> bool:
+    """A run that is finished goes on if its end is moved, or if it is to go back to an earlier checkpoint."""
+    if status["state"] != "finished" or any(change.key in ENDS for change in changes):
+        return False
+    return not goes_back(config.checkpoint.resume, run_path(config) / "checkpoints", overrides)
 
 
 def _refuse_to_evaluate_nothing(config: Config, path: Path) -> None:
@@ -330,5 +336,6 @@ def _record_environment(path: Path, attempt: int, world_size: int) -> str:
 def _finished_text(path: Path, status: Mapping[str, Any]) -> str:
     return (
         f"run {path.name} is finished (step {status['step']}, {path}): nothing to do. To train it further give a "
-        "larger train.steps and 'run.allow_changes=[train.steps]'; for a new run another run.id."
+        "larger train.steps and 'run.allow_changes=[train.steps]'; to go back, checkpoint.resume=PATH of an earlier "
+        "checkpoint; for a new run another run.id."
     )

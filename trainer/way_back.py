@@ -6,6 +6,7 @@ the branch that was left are not taken for newer ones of the branch that is trai
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,3 +41,17 @@ def read_note(folder: Path) -> WentBack | None:
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
     return note if readable else None
+
+
+def goes_back(resume: str, folder: Path, words: Sequence[str]) -> bool:
+    """Whether a command asks, by `checkpoint.resume`, for one of this run's checkpoints and has not been there yet."""
+    to, note = own_name(resume, folder), read_note(folder)
+    return to is not None and (note is None or (note.to, note.words) != (to, list(words)))
+
+
+def own_name(resume: str, folder: Path) -> str | None:
+    """The name of this run's checkpoint that is meant; None where it is not a PATH into this run's `checkpoints/`."""
+    if resume in ("auto", "never"):
+        return None
+    path = Path(resume).resolve()
+    return path.name if path.parent == folder.resolve() else None

@@ -112,9 +112,8 @@ def test_a_run_that_began_at_a_path_goes_on_from_its_own_checkpoints(bench: Benc
 
 
 def test_a_run_that_went_back_goes_on_from_where_it_then_was(bench: Bench, straight: list[Attempt]) -> None:
-    """The same for a PATH in its own folder, though the branch that it left has a checkpoint of a later step."""
+    """The same for a PATH in its own folder, though the run was finished, and the branch that it left went further."""
     run = bench.copy("straight", "back")
-    (run / "status.json").write_text(json.dumps({**status(run), "state": "preempted"}))
     command = ("back", f"checkpoint.resume={run}/checkpoints/step_{HALF:08d}")
     first, second = bench.pooled(*command, stop_after=2), bench.pooled(*command)
     assert [attempt.code for attempt in (*first, *second)] == [0] * 4, second[0].err
@@ -122,6 +121,7 @@ def test_a_run_that_went_back_goes_on_from_where_it_then_was(bench: Bench, strai
     assert f"goes on from its own step_{HALF + 2:08d}" in second[0].out
     for rank in (0, 1):
         assert first[rank].samples + second[rank].samples == straight[rank].samples[HALF:]
+    assert "run back is finished" in bench.alone(*command).out
 
 
 def test_a_run_that_never_resumes_is_one_run_for_a_job_that_is_requeued(bench: Bench, straight: list[Attempt]) -> None:

@@ -22,6 +22,7 @@ from trainer.run import (
     write_status,
 )
 from trainer.validate import check_run_id
+from trainer.way_back import NOTE, WentBack
 
 
 @pytest.fixture
@@ -221,6 +222,20 @@ def test_finished_run_says_so_and_stays_as_it_is(config: Config) -> None:
     assert folder.finished and folder.attempt == 1
     assert "run r1 is finished (step 1000" in folder.notice
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_finished_run_goes_back_once(config: Config) -> None:
+    path = start(config).path
+    step = path / "checkpoints" / "step_00000010"
+    step.mkdir(parents=True)
+    write_status(path, "finished", attempt=1, step=1000, exit_code=0)
+    folder = start(config, checkpoint__resume=str(step))
+    assert not folder.finished and folder.attempt == 2
+    (step.parent / NOTE).write_bytes(WentBack(step.name, list(folder.overrides), {}).to_json())
+    write_status(path, "finished", attempt=2, step=1000, exit_code=0)
+    assert start(config, checkpoint__resume=str(step)).finished, "the same command, which has been there"
+    assert start(config, checkpoint__resume=str(path)).finished
+    assert start(config).finished
 
 
 def test_finished_run_goes_on_only_when_told_explicitly(config: Config) -> None:
