@@ -283,7 +283,8 @@ except FileNotFoundError:
 print(status.get("state"), status.get("exit_code"))' "$status_file"
 }
 
-status_stamp() { stat -c '%i %Y %s' "$status_file" 2>/dev/null && cat "$status_file" 2>/dev/null; }
+# An attempt that could not begin has put back what was there; of others, attempt and time differ.
+status_stamp() { cat "$status_file" 2>/dev/null; }
 
 # A mistake is told before there is a torchrun to bury it. Of several nodes each would have to find it, or the others
 # would wait for that one; and a torchrun of somebody's own may run elsewhere. There the workers look, as they do anyway.
@@ -323,6 +324,12 @@ conclude() {
   # What an earlier attempt wrote says nothing about this one.
   if [ "$(status_stamp)" != "$stamp_before" ]; then
     read -r state worker_code <<<"$(read_status)"
+  fi
+  # Evaluations write no status.
+  if [ "$code" = 0 ] && [ "$(head -n 1 "$exit_file" 2>/dev/null)" = "$EXIT_PREEMPTED" ]; then
+    rm -f "$exit_file"
+    say "the evaluation of run $run_id was stopped; the same command begins it anew"
+    exit "$EXIT_PREEMPTED"
   fi
   # A mistake in the config is found before the run has a folder.
   [ -n "$worker_code" ] && [ "$worker_code" != None ] || worker_code=$(head -n 1 "$exit_file" 2>/dev/null)

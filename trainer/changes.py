@@ -33,6 +33,11 @@ FREE = (
     "data.cache_dir",
     "data.prefetch",
 )
+# What fixes the samples and their order. A checkpoint's place in the data means nothing in others, so that the loader
+# (trainer/data.py) refuses to go on there whatever is allowed. Files that were only moved are the same data.
+SAMPLES = ("data", "run.seed", "train.seq_len")
+NO_SAMPLES = ("data.eval", "data.eval_samples")
+NEVER_THE_SAME = ("run.seed", "train.seq_len", "data.document_mask")
 # An evaluation of finished weights needs the same model, whatever it was trained on.
 GUARDED_EVAL_ONLY = ("model",)
 
@@ -62,13 +67,26 @@ def refuse_changes(old: Config, new: Config, origin: Path) -> list[Change]:
     guarded = GUARDED_EVAL_ONLY if new.train.eval_only else GUARDED
     refused = _refused(changes, guarded, new)
     if refused:
-        keys = ",".join(change.key for change in refused)
         raise ValueError(
             f"run {new.run.id} was started with other settings ({origin}):\n{_diff(refused)}\n"
-            f"Use the stored values, start a new run with another run.id, or accept the changes with "
-            f"'run.allow_changes=[{keys}]'."
+            f"{_advice(refused, origin.parent)}"
         )
     return changes
+
+
+def _advice(refused: Sequence[Change], run: Path) -> str:
+    """What helps: to allow a change of the samples does not, once there is a checkpoint to go on from."""
+    saved = any((run / "checkpoints").glob("step_*"))
+    samples = [change.key for change in refused if saved and _within(change.key, SAMPLES)]
+    samples = [key for key in samples if not _within(key, NO_SAMPLES)]
+    allow = f"'run.allow_changes=[{','.join(change.key for change in refused)}]'"
+    if not samples:
+        return f"Use the stored values, start a new run with another run.id, or accept the changes with {allow}."
+    other = any(key in NEVER_THE_SAME or key.endswith(".weight") for key in samples)
+    return (
+        "Use the stored values, or start a new run with another run.id from the weights of this one, "
+        f"checkpoint.init_from={run}: with other samples ({', '.join(samples)}) no checkpoint can be gone on from."
+    ) + ("" if other else f" If the data are the same, and files were only moved: {allow}.")
 
 
 def check_architecture(config: Config, step_folder: Path, *, refuse: bool) -> str:

@@ -5,6 +5,7 @@ mistyped path is told at once. What is in the files is found out when they are r
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import Config
@@ -12,7 +13,7 @@ from trainer.run import is_over
 from trainer.sources import check_paths
 
 
-def check_inputs(config: Config) -> None:
+def check_inputs(config: Config, overrides: Sequence[str]) -> None:
     """Look for the tokenizer and for a file of every path of the sources that this run reads, and for W&B's key.
 
     A run that is finished reads none: its start says that, and ends.
@@ -21,7 +22,7 @@ def check_inputs(config: Config) -> None:
         FileNotFoundError: nothing is there; names the setting and the path.
         ValueError: W&B cannot be started.
     """
-    if is_over(config):
+    if is_over(config, overrides):
         return
     check_wandb(config.logging.wandb.mode)
     if config.data.tokenizer != "train":

@@ -12,7 +12,7 @@ rank together. `failed` tells of it before: the loop asks at every step.
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from trainer import train_state
 from trainer.checkpoint_files import CheckpointReader, CheckpointWriter, IncompleteCheckpointError, Manifest
 from trainer.config import CheckpointConfig
 from trainer.peers import Peers
+from trainer.resume import note_way_back, resolve_resume
 from trainer.rng import capture_rng, reseed_rng, restore_rng
 
 _RNG = "rng."
@@ -172,15 +173,21 @@ class Checkpointer:
         """The checkpoint to continue from, or None. Rank 0 looks; every rank gets its answer."""
         return self._peers.from_rank0(lambda: files.latest_checkpoint(self.folder, self._notify))
 
-    def resume_path(self, *, own_first: bool = False) -> Path | None:
+    def resume_path(self, words: Sequence[str] | None = None) -> Path | None:
         """The step directory that `checkpoint.resume` (auto | never | PATH) means for this run. Collective.
 
         Args:
-            own_first: as for `resolve_resume`.
+            words: as for `resolve_resume`.
         Raises: FileNotFoundError, IncompleteCheckpointError: PATH names no usable checkpoint.
         """
         resume, folder = self._config.resume, self.folder
-        return self._peers.from_rank0(lambda: resolve_resume(resume, folder, self._notify, own_first=own_first))
+        return self._peers.from_rank0(lambda: resolve_resume(resume, folder, self._notify, words=words))
+
+    def began(self, words: Sequence[str]) -> None:
+        """What `resume_path` gave to a training of these words is loaded: it need not be taken again. Collective."""
+        resume, folder = self._config.resume, self.folder
+        if said := self._peers.from_rank0(lambda: note_way_back(resume, folder, words)):
+            self._notify(said)
 
     def load(self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Fill model, optimizer and random generators from a checkpoint of any layout; returns its `extra`.
@@ -269,32 +276,6 @@ def load_weights(path: str | Path, model: nn.Module) -> dict[str, Any]:
     files.check_content(folder, files.read_manifest(folder))
     _read_weights(folder, model)
     return _read_extra(folder)
-
-
-def resolve_resume(
-    resume: str, folder: Path, notify: Callable[[str], None] = print, *, own_first: bool = False
-) -> Path | None:
-    """The step directory that `checkpoint.resume` means, None for a fresh start. Not collective.
-
-    Args:
-        resume: auto (the latest of this run, if any), never, or the path of a step folder or run folder.
-        folder: this run's `checkpoints/`.
-        own_first: once this run has checkpoints of its own, another run's PATH was where it began: the same command,
-            given again after a stop, goes on and does not begin there anew. A PATH in `folder` is a way back and holds.
-    """
-    if resume == "auto":
-        if (found := files.latest_checkpoint(folder, notify)) is None:
-            files.refuse_to_forget(folder)
-        return found
-    if resume != "never":
-        elsewhere = folder.resolve() not in Path(resume).resolve().parents
-        if own_first and elsewhere and (own := files.latest_checkpoint(folder, notify)):
-            notify(f"checkpoint.resume={resume} is where this run began; it goes on from its own {own.name}")
-            return own
-        return files.find_checkpoint(resume, notify)
-    if old := files.complete_checkpoints(folder, notify):
-        notify(f"checkpoint.resume=never: starting afresh although {folder} has {len(old)} checkpoints")
-    return None
 
 
 # ---- steps of a load, without collectives

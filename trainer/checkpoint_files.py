@@ -6,7 +6,8 @@
         extra.json              data position, schedule, W&B run id, ...: whatever the loop needs, as JSON
         .metadata __0_0.distcp  tensors, in the format of torch.distributed.checkpoint, one file per rank
       step_00000200.partial.8f3a1c20/   a save that is going on, or was killed; cleared by the next save
-      latest                    text: the name of the newest complete directory
+      latest                    text: the name of the newest complete directory, or of the one that the run went back to
+      went_back.json            the last time that it did (trainer/way_back.py)
 
 Order of a save: every rank writes its file and fsyncs it -> rank 0 writes the manifest and fsyncs it -> the directory
 is renamed -> `latest` is written to a temporary name, fsynced and renamed. A kill between any two of these leaves the
@@ -31,6 +32,8 @@ from typing import IO, Any
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+
+from trainer.way_back import read_note
 
 MANIFEST = "manifest.json"
 EXTRA = "extra.json"
@@ -113,10 +116,15 @@ def publish(partial: Path, final: Path) -> None:
     doomed = _set_aside(final) if final.exists() else None
     os.rename(partial, final)
     sync_folder(final.parent)
-    write_durably(final.parent / LATEST, f"{final.name}\n".encode())
+    point_latest(final)
     if doomed:
         # What cannot be deleted now is tried again after the next save.
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def point_latest(final: Path) -> None:
+    """Make `latest` name a complete checkpoint that is beside it."""
+    write_durably(final.parent / LATEST, f"{final.name}\n".encode())
 
 
 def delete_checkpoint(folder: Path) -> None:
@@ -275,7 +283,11 @@ def _file_crc32(path: Path) -> int:
 
 
 def complete_checkpoints(folder: Path, notify: Notify) -> list[tuple[Path, Manifest]]:
-    """Complete checkpoints of `checkpoints/`, in the order of saving. The others are named through `notify`."""
+    """Complete checkpoints of `checkpoints/`, in the order of saving, but those that the run left by going back first.
+
+    What is not complete is named through `notify`.
+    """
+    note = read_note(folder)
     found: list[tuple[Path, Manifest]] = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if not _STEP_FOLDER.fullmatch(path.name):
@@ -284,7 +296,13 @@ def complete_checkpoints(folder: Path, notify: Notify) -> list[tuple[Path, Manif
             found.append((path, check_sizes(path)))
         except IncompleteCheckpointError as error:
             notify(f"checkpoint ignored: {error}")
-    return sorted(found, key=lambda item: (item[1].time, item[1].step))
+
+    def age(item: tuple[Path, Manifest]) -> tuple[bool, float, int]:
+        path, manifest = item
+        left = note is not None and note.is_left(path.name, manifest.time)
+        return not left, manifest.time, manifest.step
+
+    return sorted(found, key=age)
 
 
 def latest_checkpoint(folder: Path, notify: Notify = print) -> Path | None:
@@ -344,10 +362,12 @@ def find_checkpoint(path: str | Path, notify: Notify = print) -> Path:
 def retain(folder: Path, keep_last: int, protected: Collection[Path], notify: Notify) -> None:
     """Delete all but the `keep_last` newest complete checkpoints, and what killed saves left behind.
 
-    The one that `latest` names and the `protected` ones stay whatever their age; `keep_last` < 1 keeps all. A
-    directory that cannot be deleted is reported and left: that is no reason to stop a run.
+    The one that `latest` names, the one that the run went back to (a restart has its path on the command line) and the
+    `protected` ones stay whatever their age; `keep_last` < 1 keeps all. A directory that cannot be deleted is reported
+    and left: that is no reason to stop a run.
     """
-    kept = {*protected, _pointed(folder)}
+    note = read_note(folder)
+    kept = {*protected, _pointed(folder), folder / note.to if note else None}
     complete = [path for path, _ in complete_checkpoints(folder, _silent)]
     old = complete[: max(0, len(complete) - keep_last)] if keep_last > 0 else []
     leftovers = [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name) and path not in complete]

@@ -37,6 +37,8 @@ GROUPS = ("model", "parallel", "precision", "data", "optim", "checkpoint", "logg
 # Ranks other than 0 wait this long after a mistake: torchrun stops everybody as soon as one process ends, and rank 0
 # must have printed the reason by then. One that is still there then has seen what rank 0 did not.
 SILENT_RANK_SECONDS = 15.0
+# What launchers end with after a stop.
+EXIT_PREEMPTED = 75
 # What a person can mend: told without a traceback, exit code 2.
 MISTAKES = (ValueError, FileNotFoundError, PermissionError)
 SWITCHES = {"--multirun": "multirun", "-m": "multirun", "--help": "help", "-h": "help", "--check": "check"}
@@ -170,20 +172,25 @@ def exit_with_mistake(error: Exception) -> NoReturn:
     """End this process with code 2 because of a mistake in config or data; rank 0 says which.
 
     A mistake that rank 0 did not see (a file damaged where only this rank reads) is told after a while. Code and
-    message also go to the file named by SLUICEGATE_EXIT_FILE, for launchers: torchrun flattens the one to 1 and buries
-    the other.
+    message also go to the launcher: torchrun flattens the one to 1 and buries the other.
     """
     if _rank() == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        if exit_file := os.environ.get("SLUICEGATE_EXIT_FILE"):
-            # Whatever was given may stand in it, bytes of no character too.
-            Path(exit_file).write_bytes(f"2\n{error}\n".encode(errors="backslashreplace"))
+        tell_launcher(2, str(error))
     else:
         # torchrun ends this process by SIGTERM as soon as rank 0 has gone: no handler of ours may hold that up.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(SILENT_RANK_SECONDS)
         print(f"error on rank {_rank()}: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def tell_launcher(code: int, message: str) -> None:
+    """Leave the exit code, where it is not torchrun's, in the file that the launcher of a node has named for it."""
+    exit_file = os.environ.get("SLUICEGATE_EXIT_FILE")
+    if exit_file and os.environ.get("LOCAL_RANK", "0") == "0":
+        # Whatever was given may stand in it, bytes of no character too.
+        Path(exit_file).write_bytes(f"{code}\n{message}\n".encode(errors="backslashreplace"))
 
 
 def finish(text: str) -> NoReturn:

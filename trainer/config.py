@@ -18,7 +18,8 @@ class RunConfig:
     id: str | None = None
     root: str = "runs"
     seed: int = 0
-    # Settings, or sections, of model, data, optim or train that may differ from the run that is resumed.
+    # Settings, or sections, of model, data, optim or train that may differ from the run that is resumed; samples and
+    # their order may not, once there is a checkpoint.
     allow_changes: list[str] = field(default_factory=list)
 
 
@@ -133,7 +134,8 @@ class OptimConfig:
 class CheckpointConfig:
     """When to save, what to keep, what to start from."""
 
-    # auto | never | PATH of a step folder or a run folder
+    # auto | never | PATH of a step folder or a run folder. Whichever it is, the same command given again after a stop
+    # goes on from what it has saved.
     resume: str = "auto"
     # Steps between checkpoints; 0 means only at the end, null none at all.
     every: int | None = 500

@@ -119,7 +119,8 @@ class TrainLoader:
             raise ValueError(
                 "the training data are not those of the checkpoint (files, weights, tokenizer, run.seed, train.seq_len "
                 f"or data.document_mask changed: {state['fingerprint']} is now {self.fingerprint}): restore them, or "
-                "start a new run from the weights with checkpoint.init_from"
+                "start a new run (another run.id) from the weights with checkpoint.init_from=PATH of that checkpoint; "
+                "run.allow_changes does not help here"
             )
         self.close()
         self._next_sample = int(state["next_sample"])

@@ -10,8 +10,9 @@ raises (gloo) or aborts the process (NCCL), with the operation and the rank in i
 
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,16 @@ from comms.symmetric_memory import exchanges, overflow_flag
 from trainer.config import GuardConfig
 from trainer.peers import Peers
 
+T = TypeVar("T")
+
 # In rising order of weight: when ranks got different signals, the last one counts.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 # What `agree` answers when a rank says that something failed; it outweighs every signal.
 FAILED = "FAILED"
+
+
+class Stopped(Exception):
+    """A stop signal came in the middle of what leaves nothing to go on with; the text is the signal's name."""
 
 
 class StopSignal:
@@ -57,6 +64,17 @@ class StopSignal:
         flag = torch.tensor(mine, dtype=torch.int32, device="cpu" if on_host else self._device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return self.name_of(int(flag))
+
+    def until_stopped(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, of which every rank has equally many. Collective: before each one all ranks `agree`.
+
+        Raises:
+            Stopped: any rank got a signal.
+        """
+        for item in items:
+            if name := self.agree():
+                raise Stopped(name)
+            yield item
 
     @staticmethod
     def name_of(flag: int) -> str | None:

@@ -4,6 +4,7 @@ Only --check imports it, and only for what names modules of the model or asks fo
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from moe.config import LOW_PRECISION
 from trainer.check_exchange import check_device
@@ -13,7 +14,7 @@ from trainer.layout import fit_layout
 from trainer.run import check_run_folder, new_run_id, resolve_run_id
 
 
-def look_ahead(config: Config, world_size: str, *, check: bool) -> str:
+def look_ahead(config: Config, overrides: Sequence[str], world_size: str, *, check: bool) -> str:
     """Check sizes for so many processes, and files; with `check` also what a run finds out when it starts.
 
     That is what its folder says, if it is there (rank 0 of a run looks when no other process can write there), what
@@ -25,11 +26,11 @@ def look_ahead(config: Config, world_size: str, *, check: bool) -> str:
     if not world_size.isdecimal() or int(world_size) < 1:
         raise ValueError(f"WORLD_SIZE={world_size} must be the number of processes; unset it for one")
     parallel = fit_layout(config, int(world_size))
-    check_inputs(config)
+    check_inputs(config, overrides)
     if check:
         run = dataclasses.replace(config.run, id=resolve_run_id(config) or new_run_id())
         settled = dataclasses.replace(config, parallel=parallel, run=run)
-        check_run_folder(settled)
+        check_run_folder(settled, overrides)
         _check_device(settled)
         _check_linears(settled)
     processes = "1 process" if int(world_size) == 1 else f"{world_size} processes"

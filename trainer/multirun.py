@@ -26,11 +26,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from trainer.compose import CommandLine, compose, hydra_session
+from trainer.compose import EXIT_PREEMPTED, CommandLine, compose, hydra_session
 from trainer.layout import fit_layout
 from trainer.run import new_run_id, read_status, resolve_run_id
 
-EXIT_PREEMPTED = 75
 # From best to worst; the sweep ends with the worst code of its jobs.
 SEVERITY = (0, EXIT_PREEMPTED, 2, 1)
 POLL_SECONDS = 0.2
@@ -183,9 +182,10 @@ def _environment(exit_file: Path) -> dict[str, str]:
 
 def _exit_code(returned: int, exit_file: Path, folder: Path) -> int:
     status = read_status(folder) or {}
-    if returned == 0:
-        return EXIT_PREEMPTED if status.get("state") == "preempted" else 0
     noted = exit_file.read_text().partition("\n")[0] if exit_file.exists() else str(status.get("exit_code"))
+    if returned == 0:
+        # An evaluation that was stopped leaves it in its file.
+        return EXIT_PREEMPTED if noted == str(EXIT_PREEMPTED) or status.get("state") == "preempted" else 0
     return 2 if noted == "2" else 1
 
 

@@ -12,6 +12,7 @@ the new one, whenever the process is killed.
 What an attempt may change against config.yaml: trainer/changes.py.
 """
 
+import dataclasses
 import datetime
 import difflib
 import json
@@ -19,7 +20,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from trainer.compose import config_to_yaml, load_config
 from trainer.config import Config, RunConfig
 from trainer.environment import describe_environment
 from trainer.validate import check_run_id
+from trainer.way_back import goes_back
 
+STATUS = "status.json"
 STATES = ("running", "finished", "preempted", "failed")
 # Of the runs that there are, so many are named to somebody who asked for another.
 NUM_NAMED = 5
@@ -53,13 +56,21 @@ class RunFolder:
     # For the log: that the run is finished, or which permitted settings changed, or that a file of it was damaged;
     # empty when there is nothing to say.
     notice: str
-    # The config of the attempt before, which this one's has taken the place of.
-    config_before: str | None = None
+    # What the files that this attempt replaced had in them, by name, where the run has been trained before.
+    before: Mapping[str, str] = field(default_factory=dict)
+    # The step that the run's status had.
+    step: int | None = None
+    # The words of the command line, by which a restart is known.
+    overrides: tuple[str, ...] = ()
 
-    def take_back(self) -> None:
-        """The config of the attempt before is the run's again: this one could not begin. Rank 0 only."""
-        if self.config_before is not None:
-            replace_file(self.path / "config.yaml", self.config_before)
+    def take_back(self) -> bool:
+        """The run is again as the attempt before left it: this one could not begin. Rank 0 only.
+
+        Returns whether its status is that of before, too, and nothing is to be said there of this attempt.
+        """
+        for name, text in self.before.items():
+            replace_file(self.path / name, text)
+        return STATUS in self.before
 
 
 def resolve_run_id(config: Config, environ: Mapping[str, str] | None = None) -> str | None:
@@ -126,8 +137,11 @@ def make_folder(config: Config) -> Path:
     return path
 
 
-def check_run_folder(config: Config) -> tuple[dict[str, Any] | None, list[Change]]:
+def check_run_folder(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any] | None, list[Change]]:
     """The status and the permitted changes of the run that `config` continues, if any. Writes nothing.
+
+    Args:
+        overrides: the words of the command line that `config` comes from.
 
     Raises:
         ValueError: guarded settings differ from the stored ones (the message is a diff), or checkpoint.resume=never
@@ -136,8 +150,8 @@ def check_run_folder(config: Config) -> tuple[dict[str, Any] | None, list[Change
     path = run_path(config)
     _refuse_to_evaluate_nothing(config, path)
     status, changes = read_status(path), _check_against_stored(config, path)
-    if not _only_looks(config, path) and not (status and _is_over(status, changes)):
-        _refuse_to_mix(config, path)
+    if not _only_looks(config, path) and not (status and _is_over(config, overrides, status, changes)):
+        _refuse_to_mix(config, overrides, path)
     return status, changes
 
 
@@ -148,35 +162,47 @@ def prepare_run_folder(config: Config, overrides: Sequence[str], world_size: int
         ValueError: see `check_run_folder`.
     """
     path = run_path(config)
-    status, changes = check_run_folder(config)
+    status, changes = check_run_folder(config, overrides)
     # An evaluation is no attempt: the training after it would have the same number.
     attempt = (int(status["attempt"]) if status else 0) + (0 if config.train.eval_only else 1)
     if _only_looks(config, path):
         return RunFolder(path, path.name, attempt, finished=False, notice="")
-    if status and _is_over(status, changes):
+    if status and _is_over(config, overrides, status, changes):
         return RunFolder(path, path.name, int(status["attempt"]), finished=True, notice=_finished_text(path, status))
     make_folder(config)
-    stored = path / "config.yaml"
-    before = stored.read_text() if stored.exists() and not _never_began(path) else None
-    replace_file(stored, config_to_yaml(config))
+    before = _replaced_files(path, status)
+    replace_file(path / "config.yaml", config_to_yaml(config))
     replace_file(path / "overrides.yaml", yaml.safe_dump(list(overrides)))
     notices = (describe_changes(changes), _record_environment(path, attempt, world_size))
+    step = status["step"] if status else None
     if not config.train.eval_only:
-        write_status(path, "running", attempt=attempt, step=status["step"] if status else None)
+        write_status(path, "running", attempt=attempt, step=step)
     notice = "\n".join(filter(None, notices))
-    return RunFolder(path, path.name, attempt, finished=False, notice=notice, config_before=before)
+    return RunFolder(path, path.name, attempt, False, notice, before=before, step=step, overrides=tuple(overrides))
 
 
-def is_over(config: Config) -> bool:
+def _replaced_files(path: Path, status: Mapping[str, Any] | None) -> dict[str, str]:
+    """What an attempt that cannot begin puts back; nothing where no training is to be gone on with."""
+    if not (path / "config.yaml").exists() or _never_began(path):
+        return {}
+    names = ["config.yaml", "overrides.yaml"]
+    # A process that was killed could not say how it ended: that this attempt has failed is more than `running` says.
+    if status and status["state"] != "running":
+        names += ["environment.json", STATUS]
+    return {name: (path / name).read_text(errors="replace") for name in names if (path / name).exists()}
+
+
+def is_over(config: Config, overrides: Sequence[str]) -> bool:
     """Whether the run is finished and `config` asks for no more of it, so that a start will say just that."""
     run_id = resolve_run_id(config)
     if run_id is None or config.train.eval_only:
         return False
-    path = Path(config.run.root) / run_id
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id))
+    path = run_path(config)
     status, stored = read_status(path), path / "config.yaml"
     if not status or status["state"] != "finished" or not stored.exists():
         return False
-    return _is_over(status, changed_settings(load_config(stored), config))
+    return _is_over(config, overrides, status, changed_settings(load_config(stored), config))
 
 
 def _only_looks(config: Config, path: Path) -> bool:
@@ -184,8 +210,11 @@ def _only_looks(config: Config, path: Path) -> bool:
     return config.train.eval_only and (path / "config.yaml").exists()
 
 
-def _is_over(status: Mapping[str, Any], changes: Sequence[Change]) -> bool:
-    return status["state"] == "finished" and not any(change.key in ENDS for change in changes)
+def _is_over(config: Config, overrides: Sequence[str], status: Mapping[str, Any], changes: Sequence[Change]) -> bool:
+    """A run that is finished goes on if its end is moved, or if it is to go back to an earlier checkpoint."""
+    if status["state"] != "finished" or any(change.key in ENDS for change in changes):
+        return False
+    return not goes_back(config.checkpoint.resume, run_path(config) / "checkpoints", overrides)
 
 
 def _refuse_to_evaluate_nothing(config: Config, path: Path) -> None:
@@ -215,7 +244,7 @@ def write_status(
     assert state in STATES, state
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     status = {"state": state, "exit_code": exit_code, "step": step, "attempt": attempt, "message": message, "time": now}
-    replace_file(path / "status.json", json.dumps(status, indent=2) + "\n")
+    replace_file(path / STATUS, json.dumps(status, indent=2) + "\n")
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
@@ -224,7 +253,7 @@ def read_status(path: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: the file is there but not one of ours.
     """
-    file = path / "status.json"
+    file = path / STATUS
     if not file.exists():
         return None
     try:
@@ -265,13 +294,26 @@ def _never_began(path: Path) -> bool:
     return not any((path / "checkpoints").glob("step_*"))
 
 
-def _refuse_to_mix(config: Config, path: Path) -> None:
+def _refuse_to_mix(config: Config, overrides: Sequence[str], path: Path) -> None:
+    """Who starts anew finds no checkpoints but those of the same command: a requeued job goes on from its own.
+
+    The stop that saved them has said that the same command continues the run, and so does scripts/train.sh by its exit
+    code, whatever checkpoint.resume is; with checkpoint=none (which is `never`), too.
+    """
     saved = sorted((path / "checkpoints").glob("step_*"))
-    if config.checkpoint.resume == "never" and saved:
+    if config.checkpoint.resume == "never" and saved and _last_words(path) != list(overrides):
         raise ValueError(
-            f"checkpoint.resume=never starts anew, but {path} already holds {saved[-1].name}; "
-            "choose another run.id, or checkpoint.resume=auto to go on"
+            f"checkpoint.resume=never starts anew, but {path} already holds {saved[-1].name}, and the last command "
+            "there was another one (overrides.yaml); choose another run.id, or checkpoint.resume=auto to go on"
         )
+
+
+def _last_words(path: Path) -> list[str] | None:
+    """The command line of the last attempt; None where that is not known."""
+    try:
+        return yaml.safe_load((path / "overrides.yaml").read_text())
+    except (FileNotFoundError, ValueError, yaml.YAMLError):
+        return None
 
 
 def _record_environment(path: Path, attempt: int, world_size: int) -> str:
@@ -294,5 +336,6 @@ def _record_environment(path: Path, attempt: int, world_size: int) -> str:
 def _finished_text(path: Path, status: Mapping[str, Any]) -> str:
     return (
         f"run {path.name} is finished (step {status['step']}, {path}): nothing to do. To train it further give a "
-        "larger train.steps and 'run.allow_changes=[train.steps]'; for a new run another run.id."
+        "larger train.steps and 'run.allow_changes=[train.steps]'; to go back, checkpoint.resume=PATH of an earlier "
+        "checkpoint; for a new run another run.id."
     )

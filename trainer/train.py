@@ -4,7 +4,7 @@
     python -m trainer.train ...            one process
 
 Workers exit 0 when the run is finished or was asked to stop (status.json tells which), 2 for a mistake in config or
-data, 1 otherwise. The run itself is trainer/trainer.py.
+data, 1 otherwise. The run itself is trainer/attempt.py and trainer/trainer.py.
 """
 
 import faulthandler
@@ -27,22 +27,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     config, line = config_from_command_line(sys.argv[1:] if argv is None else argv)
     try:
-        found = look_ahead(config, os.environ.get("WORLD_SIZE", "1"), check=line.check)
+        found = look_ahead(config, line.overrides, os.environ.get("WORLD_SIZE", "1"), check=line.check)
     except MISTAKES as error:
         exit_with_mistake(error)
     if line.check:
         finish(found)
     # Importing torch takes seconds, and a mistake should not.
     from parallel.process_group import process_group
-    from trainer.shards import DamagedShardError
-    from trainer.trainer import run
+    from trainer.attempt import run
 
     with process_group(config.parallel.timeout_seconds) as device:
-        try:
-            code = run(config, line.overrides, device)
-        except DamagedShardError as error:
-            # In the middle of the run, and still no fault of ours.
-            exit_with_mistake(error)
+        code = run(config, line.overrides, device)
     raise SystemExit(code)
 
 

@@ -1,109 +1,44 @@
 """A run: build, loop, close.
 
-This is the only file that sees everything; what a part does is written in that part:
+This is the only file that sees everything; what a part does is written in that part (and how an attempt ends, in
+trainer/attempt.py):
 
     config    trainer/compose.py       data   trainer/data.py         model   trainer/models/transformer.py
     layout    parallel/parallelize.py  step   trainer/step.py         state   trainer/checkpoint.py
 """
 
-import sys
 import time
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from comms.symmetric_memory import NoRoomError
 from parallel.mesh import build_mesh
-from trainer.agreement import check_same_data, check_same_settings
+from trainer.agreement import check_same_data
 from trainer.banner import describe_layout, describe_run, describe_sources
 from trainer.build import build_model, choose_expert_tiles
 from trainer.changes import check_architecture
-from trainer.check_exchange import check_device
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import find_checkpoint
-from trainer.compose import MISTAKES, exit_with_mistake
 from trainer.config import Config
 from trainer.data import build_eval_sets, build_train_loader
 from trainer.evaluate import EvalResult, evaluate
 from trainer.garbage import Garbage, collected_together
 from trainer.generate import generate
-from trainer.guard import FAILED, NonFinitePolicy, RoomCheck, StopSignal
+from trainer.guard import FAILED, NonFinitePolicy, RoomCheck, Stopped, StopSignal
 from trainer.hf_config import HF_PREFIX
 from trainer.hf_run import export_run, inherit_source, start_from
 from trainer.metrics import RunMetrics
 from trainer.optim import build_optimizer, learning_rate, set_learning_rate
 from trainer.peers import Peers
 from trainer.profiler import StepProfiler
-from trainer.run import RunFolder, write_status
-from trainer.run_lock import RunLock
-from trainer.settle import enter_folder, settle, total_steps
+from trainer.run import RunFolder
+from trainer.settle import total_steps
 from trainer.step import StepResult, train_step
 from trainer.tokenizer import load_tokenizer
 
 # Length of the sample that a finished run prints.
 SAMPLE_TOKENS = 128
-
-
-def run(config: Config, overrides: Sequence[str], device: torch.device) -> int:
-    """One attempt of a run inside its process group; returns the exit code. Collective."""
-    lock = RunLock()
-    try:
-        return _attempt(config, overrides, device, lock)
-    finally:
-        lock.release()
-
-
-def _attempt(config: Config, overrides: Sequence[str], device: torch.device, lock: RunLock) -> int:
-    peers = Peers(config.parallel.timeout_seconds)
-    try:
-        config = settle(config, peers)
-        check_device(config, device.type)
-        check_same_settings(peers, config)
-        folder = peers.from_rank0(lambda: enter_folder(config, overrides, peers.size, lock))
-    except MISTAKES as error:
-        exit_with_mistake(error)
-    if folder.finished:
-        if peers.rank == 0:
-            print(folder.notice)
-        return 0
-    record = partial(write_status, folder.path, attempt=folder.attempt)
-    # An evaluation leaves the status of the run it looks at alone; other ranks never write.
-    if peers.rank != 0 or config.train.eval_only:
-        record = _no_status
-    trainer, state, code, message = None, "failed", 1, ""
-    try:
-        try:
-            trainer = Trainer(config, folder, device, peers)
-        except MISTAKES as error:
-            # Only here: once the loop runs, the same kind of exception is a fault of ours and needs its traceback.
-            code, message = 2, str(error)
-            exit_with_mistake(error)
-        try:
-            state, code = trainer.evaluate_only() if config.train.eval_only else trainer.train(), 0
-        except NoRoomError as error:
-            code, message = 2, f"{error}. Weights are those before: no update was made with what found no room"
-            exit_with_mistake(NoRoomError(message))
-    except (Exception, KeyboardInterrupt) as error:
-        message = repr(error)
-        # At once: torchrun may end this process before Python gets to its traceback.
-        print(f"rank {peers.rank} failed: {message}", file=sys.stderr, flush=True)
-        raise
-    finally:
-        step = None if trainer is None else trainer.step
-        # Whatever it was: an attempt that could not begin leaves the run its settings.
-        if trainer is None and peers.rank == 0:
-            folder.take_back()
-        record(state=state, step=step, exit_code=code, message=message)
-        if trainer is not None:
-            trainer.close(code)
-    return code
-
-
-def _no_status(**_: Any) -> None:
-    pass
 
 
 class Trainer:
@@ -168,7 +103,8 @@ class Trainer:
         if self.folder.notice:
             self.metrics.say(self.folder.notice)
         # An evaluation looks at the checkpoint that is named, whatever else the run has.
-        path = self.checkpointer.resume_path(own_first=self.loader is not None)
+        words = None if self.loader is None else self.folder.overrides
+        path = self.checkpointer.resume_path(words)
         init_from = self.config.checkpoint.init_from or ""
         self.restored_from: Path | None = None
         if path is None and init_from.startswith(HF_PREFIX):
@@ -184,6 +120,7 @@ class Trainer:
             self.metrics.resume(extra)
             self.total_steps = total_steps(self.config, self.step, self.metrics.tokens(self.step))
             self.metrics.say(f"continuing from {path} at step {self.step}")
+            self.checkpointer.began(self.folder.overrides)
         elif self.restored_from is not None:
             extra = self.checkpointer.load_weights(self.restored_from, self.model)
             if self.loader is None:
@@ -327,8 +264,10 @@ class Trainer:
         """Evaluate every held-out set and tell the results."""
         with self.metrics.pause():
             mask, bytes_V = self.config.data.document_mask, self.tokenizer.bytes_per_token
+            # Within a training the next step boundary is where a signal counts.
+            watched = (lambda batches: batches) if self.loader is not None else self.stop.until_stopped
             results = {
-                name: evaluate(self.model, batches, self.mesh, bytes_V, mask)
+                name: evaluate(self.model, watched(batches), self.mesh, bytes_V, mask)
                 for name, batches in self.eval_sets.items()
             }
         self.check_room()
@@ -339,8 +278,14 @@ class Trainer:
         return results
 
     def evaluate_only(self) -> str:
-        """Evaluate the weights that were restored, and nothing else."""
-        self.metrics.log_eval(self.step, self.evaluate())
+        """Evaluate the weights that were restored, and nothing else: `finished`, or `preempted` by a stop signal."""
+        try:
+            self.metrics.log_eval(self.step, self.evaluate())
+        except Stopped as signal:
+            self.metrics.event("stop", step=self.step, signal=str(signal))
+            same = f"the same command with run.id={self.config.run.id}"
+            self.metrics.say(f"{signal}: stopped within the evaluation, no result is kept; {same} begins it anew")
+            return "preempted"
         self.tell_compiled()
         return "finished"
 

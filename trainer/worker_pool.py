@@ -43,7 +43,7 @@ STACK_BYTES = 2**16
 ROOT = Path(__file__).resolve().parents[1]
 # Imported once for all processes on CPUs. Importing them starts no thread but idle ones of NumPy, so that forking is
 # safe.
-PRELOADED = ["parallel.process_group", "trainer.trainer", "parallel.torchtitan_dims", "torch.distributed.fsdp"]
+PRELOADED = ["parallel.process_group", "trainer.attempt", "parallel.torchtitan_dims", "torch.distributed.fsdp"]
 
 
 class WorkerError(RuntimeError):

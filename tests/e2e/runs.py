@@ -27,12 +27,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.distributed.harness import run_workers
+from trainer.attempt import run
 from trainer.checkpoint_files import CheckpointReader
 from trainer.compose import config_from_command_line
 from trainer.metrics import read_metrics
 from trainer.run import read_status
 from trainer.train import main
-from trainer.trainer import run
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20

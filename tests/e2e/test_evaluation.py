@@ -4,13 +4,16 @@ runs."""
 import json
 import math
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.e2e.runs import STEPS, Attempt, Bench, columns, contents
+import trainer.evaluate
+from tests.e2e.runs import STEPS, Attempt, Bench, columns, contents, status
 from trainer.checkpoint import load_weights
 from trainer.compose import load_config
 from trainer.config import Config
@@ -131,3 +134,27 @@ def test_evaluation_without_weights_is_refused(bench: Bench) -> None:
     attempt = bench.alone("nothing-yet", "train.eval_only=true")
     assert attempt.code == 2
     assert "train.eval_only=true needs weights" in attempt.err
+
+
+def test_an_evaluation_stops_at_the_next_batch(
+    bench: Bench, straight: list[Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run stays as it is, and launchers learn of the stop though there is no status to tell it."""
+    run = bench.copy("straight", "half-looked-at")
+    before, lines, batches = status(run), read_metrics(run), []
+
+    def stopped(*args: Any) -> Any:
+        batches.append(args[1])
+        signal.raise_signal(signal.SIGTERM)
+        return forward(*args)
+
+    forward = trainer.evaluate.forward
+    monkeypatch.setattr(trainer.evaluate, "forward", stopped)
+    monkeypatch.setenv("SLUICEGATE_EXIT_FILE", str(tmp_path / "exit"))
+    attempt = bench.alone("half-looked-at", "train.eval_only=true")
+    assert (attempt.code, len(batches)) == (0, 1), attempt.err
+    assert "SIGTERM: stopped within the evaluation" in attempt.out and "held-out set" not in attempt.out
+    assert (status(run), read_metrics(run)) == (before, lines)
+    assert (tmp_path / "exit").read_text().startswith("75\n")
+    monkeypatch.undo()
+    assert bench.alone("half-looked-at", "train.eval_only=true").code == 0

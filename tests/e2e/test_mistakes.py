@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -112,7 +113,8 @@ def test_changed_files_under_the_same_name_are_noticed(bench: Bench, straight: l
     run = bench.copy("straight", "rewritten")
     (run / "status.json").write_text(json.dumps({**status(run), "state": "preempted", "step": 10}))
     (run / "checkpoints" / "latest").write_text("step_00000010\n")
-    before, config = (contents(run / "tokenizer"), contents(run / "checkpoints")), (run / "config.yaml").read_text()
+    told = ("events.jsonl", "log.txt")
+    before = {name: text for name, text in contents(run).items() if name not in told}
     text = bench.folder / "text" / "99.txt"
     text.write_text("a new file that the globs find, too " * 20)
     try:
@@ -121,8 +123,24 @@ def test_changed_files_under_the_same_name_are_noticed(bench: Bench, straight: l
         text.unlink()
     assert attempt.code == 2 and attempt.samples == []
     assert "the training data are not those of the checkpoint" in attempt.err
-    assert (contents(run / "tokenizer"), contents(run / "checkpoints")) == before
-    assert (run / "config.yaml").read_text() == config
+    assert {name: text for name, text in contents(run).items() if name not in told} == before
+
+
+def test_a_finished_run_is_one_after_an_attempt_that_could_not_begin(bench: Bench, straight: list[Attempt]) -> None:
+    """Whatever kept it from that; the launcher does not take the old status for this attempt's."""
+    run = bench.copy("straight", "still-finished")
+    ended = (run / "status.json").read_bytes()
+    more = ("train.steps=30", "run.allow_changes=[train.steps,data.eval]", "train.eval_every=null")
+    with patch("trainer.trainer.build_model", side_effect=RuntimeError("no such device")):
+        with pytest.raises(RuntimeError, match="no such device"):
+            bench.alone("still-finished", *more)
+    assert (run / "status.json").read_bytes() == ended
+    launch = bench.launch("still-finished", *more, f"data.eval.held.paths=[{bench.folder}/text/latin]")
+    assert launch.end() == 2, launch.output
+    last = launch.output.splitlines()[-1]
+    assert last.startswith("train.sh: run still-finished stopped because of a mistake: "), last
+    assert (run / "status.json").read_bytes() == ended
+    assert "run still-finished is finished (step 20" in bench.alone("still-finished").out
 
 
 def test_max_tokens_ends_the_run_and_its_schedule(bench: Bench) -> None:

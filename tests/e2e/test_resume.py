@@ -109,3 +109,29 @@ def test_a_run_that_began_at_a_path_goes_on_from_its_own_checkpoints(bench: Benc
     assert f"goes on from its own step_{HALF + 2:08d}" in second[0].out
     for rank in (0, 1):
         assert first[rank].samples + second[rank].samples == straight[rank].samples[HALF:]
+
+
+def test_a_run_that_went_back_goes_on_from_where_it_then_was(bench: Bench, straight: list[Attempt]) -> None:
+    """The same for a PATH in its own folder, though the run was finished, and the branch that it left went further."""
+    run = bench.copy("straight", "back")
+    command = ("back", f"checkpoint.resume={run}/checkpoints/step_{HALF:08d}")
+    first, second = bench.pooled(*command, stop_after=2), bench.pooled(*command)
+    assert [attempt.code for attempt in (*first, *second)] == [0] * 4, second[0].err
+    assert f"went back to step_{HALF:08d}: step_{STEPS:08d} were saved after it" in first[0].out
+    assert f"goes on from its own step_{HALF + 2:08d}" in second[0].out
+    for rank in (0, 1):
+        assert first[rank].samples + second[rank].samples == straight[rank].samples[HALF:]
+    assert "run back is finished" in bench.alone(*command).out
+
+
+def test_a_run_that_never_resumes_is_one_run_for_a_job_that_is_requeued(bench: Bench, straight: list[Attempt]) -> None:
+    """checkpoint=none saves when it is stopped, and says that the same command goes on."""
+    command = ("never", "checkpoint=none")
+    first = bench.pooled(*command, stop_after=2)
+    assert "saved step 2 and stopped; the same command with run.id=never continues the run" in first[0].out
+    other = bench.alone(*command, "train.log_every=3")
+    assert other.code == 2 and "already holds step_00000002" in other.err
+    second = bench.pooled(*command)
+    assert [attempt.code for attempt in (*first, *second)] == [0] * 4, second[0].err
+    for rank in (0, 1):
+        assert first[rank].samples + second[rank].samples == straight[rank].samples

@@ -31,7 +31,7 @@ def note(event):
 def status(state, code):
     if rank == "0.0":
         run.mkdir(parents=True, exist_ok=True)
-        (run / "status.json").write_text(json.dumps({"state": state, "exit_code": code}))
+        (run / "status.json").write_text(json.dumps({"state": state, "exit_code": code, "time": time.time()}))
 note("start")
 if mode == "config_early":
     if rank == "0.0" and "SLUICEGATE_EXIT_FILE" in os.environ:

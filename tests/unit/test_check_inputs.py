@@ -34,13 +34,13 @@ def test_what_is_not_there_is_named(
     write_texts(tmp_path, {"a.txt": "a"})
     config = compose(["data=text", "data.train.text.paths=[a.txt]", *words])
     with pytest.raises(FileNotFoundError, match=named):
-        check_inputs(config)
+        check_inputs(config, [])
 
 
 def test_what_is_there_or_not_read_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_texts(tmp_path, {"a.txt": "a", "shards/b": "b", "set/c.jsonl": "{}", "tokenizer.json": "{}"})
-    check_inputs(compose(["experiment=demo"]))
+    check_inputs(compose(["experiment=demo"]), [])
     sources = (
         "text.paths=['*.txt']",
         "t.kind=tokens",
@@ -49,10 +49,10 @@ def test_what_is_there_or_not_read_is_no_mistake(tmp_path: Path, monkeypatch: py
         "h.paths=[set,org/hub]",
     )
     words = ["data=none", "data.tokenizer=.", *(f"data.train.{source}" for source in sources)]
-    check_inputs(compose(words))
+    check_inputs(compose(words), words)
     # An evaluation needs its own text alone.
     evaluation = ["train.eval_only=true", "data.train.gone.paths=[absent]", "data.eval.e.paths=[a.txt]"]
-    check_inputs(compose([*words, *evaluation]))
+    check_inputs(compose([*words, *evaluation]), words)
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ import torch
 
 from tests.unit.checkpoint_toys import Toy, assert_same, checkpointer, fresh, state, train_step, trained
 from trainer import checkpoint_files as files
-from trainer.checkpoint import Checkpointer, load_weights, open_checkpoint, resolve_resume
+from trainer.checkpoint import Checkpointer, load_weights, open_checkpoint
 from trainer.checkpoint_files import IncompleteCheckpointError
+from trainer.resume import resolve_resume
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -293,25 +294,3 @@ def test_file_system_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: py
     with pytest.raises(FileNotFoundError, match="all nodes share"):
         writer.prepare_local_plan(None)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
-
-
-def test_resume_setting(tmp_path: Path) -> None:
-    own, other = tmp_path / "own" / "checkpoints", tmp_path / "other"
-    said: list[str] = []
-    assert resolve_resume("auto", own, said.append) is None and not said
-    model, optimizer = trained()
-    saver = checkpointer(own)
-    saver.save(1, model, optimizer, {})
-    saver.save(2, model, optimizer, {})
-    checkpointer(other / "checkpoints").save(7, model, optimizer, {})
-    assert resolve_resume("auto", own, said.append) == own / "step_00000002" and not said
-    assert resolve_resume(str(own / "step_00000001"), own) == own / "step_00000001"
-    assert resolve_resume(str(other), own) == other / "checkpoints" / "step_00000007"
-    assert resolve_resume("never", own, said.append) is None and "2 checkpoints" in said[0]
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        resolve_resume(str(tmp_path / "nowhere"), own)
-    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
-        resolve_resume(str(tmp_path), own)
-    (own / "step_00000001" / "manifest.json").unlink()
-    with pytest.raises(IncompleteCheckpointError, match="no complete checkpoint"):
-        resolve_resume(str(own / "step_00000001"), own)

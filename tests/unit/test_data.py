@@ -113,7 +113,7 @@ def test_state_of_other_data_is_refused(config: Config, tmp_path: Path) -> None:
     loader(config, 1, 2).load_state_dict(state)
 
     def refused() -> None:
-        with pytest.raises(ValueError, match="the training data are not those of the checkpoint"):
+        with pytest.raises(ValueError, match=r"not those of the checkpoint .*init_from=PATH.*allow_changes does not"):
             loader(config).load_state_dict(state)
 
     config.run.seed = 1

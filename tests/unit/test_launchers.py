@@ -196,6 +196,30 @@ def test_status_of_an_earlier_attempt_is_not_this_ones(stubs: Stubs) -> None:
     assert code == 1, output
 
 
+def test_a_status_that_was_put_back_is_not_this_attempts(stubs: Stubs) -> None:
+    """An attempt that could not begin leaves a finished run its status, in a new file."""
+    status = stubs.folder / "runs" / "r" / "status.json"
+    status.parent.mkdir(parents=True)
+    status.write_text(json.dumps({"state": "finished", "exit_code": 0}))
+    (stubs.folder / "worker.py").write_text(
+        "import os; file = 'runs/r/status.json'; text = open(file).read(); open('new', 'w').write(text)\n"
+        "os.replace('new', file); raise SystemExit(1)"
+    )
+    code, output = _finish(stubs.start(TRAIN, "experiment=demo", SLUICEGATE_RUN_ID="r"))
+    assert code == 1 and "run r failed" in output.splitlines()[-1], output
+
+
+def test_an_evaluation_that_was_stopped_leaves_its_word_in_the_exit_file(stubs: Stubs) -> None:
+    """It writes no status; what training leaves there meanwhile is another thing."""
+    (stubs.folder / "worker.py").write_text(
+        "import os, pathlib; pathlib.Path('runs/r').mkdir(parents=True, exist_ok=True)\n"
+        'pathlib.Path(\'runs/r/status.json\').write_text(\'{"state": "finished", "exit_code": 0}\')\n'
+        "pathlib.Path(os.environ['SLUICEGATE_EXIT_FILE']).write_text('75\\nstopped\\n')"
+    )
+    code, output = _finish(stubs.start(TRAIN, "train.eval_only=true", SLUICEGATE_RUN_ID="r"))
+    assert code == 75 and "begins it anew" in output.splitlines()[-1], output
+
+
 def test_run_folder_follows_the_overrides(stubs: Stubs) -> None:
     (stubs.folder / "worker.py").write_text(
         "import os, pathlib; folder = pathlib.Path('my out/x'); folder.mkdir(parents=True, exist_ok=True)\n"
@@ -278,7 +302,7 @@ def test_demo_fits_its_batch_to_any_number_of_processes(stubs: Stubs, processes:
     assert batch % (4 * processes) == 0
 
 
-def _job(stubs: Stubs, **environment: str) -> "subprocess.Popen[str]":
+def _job(stubs: Stubs, *words: str, **environment: str) -> "subprocess.Popen[str]":
     slurm = {
         "SLUICEGATE_ROOT": str(stubs.folder),
         "SLURM_JOB_ID": "41",
@@ -286,7 +310,7 @@ def _job(stubs: Stubs, **environment: str) -> "subprocess.Popen[str]":
         "SLURM_JOB_NODELIST": "node[0-1]",
     }
     (stubs.folder / "scripts").symlink_to(ROOT / "scripts")
-    return stubs.start(SBATCH, "experiment=demo", **slurm, **environment)
+    return stubs.start(SBATCH, "experiment=demo", *words, **slurm, **environment)
 
 
 def test_job_whose_time_is_up_saves_on_all_nodes_and_requeues_once(stubs: Stubs) -> None:
@@ -304,6 +328,16 @@ def test_job_whose_time_is_up_saves_on_all_nodes_and_requeues_once(stubs: Stubs)
     assert len(commands) == 2
     assert all("--rdzv-id 41 --rdzv-endpoint node0:20041" in command for command in commands)
     assert json.loads((stubs.folder / "runs" / "41" / "status.json").read_text())["state"] == "preempted"
+
+
+def test_an_evaluation_whose_time_is_up_is_not_requeued(stubs: Stubs) -> None:
+    """It would begin anew each time, and never end."""
+    process = _job(stubs, "train.eval_only=True")
+    stubs.wait_for("ready", 4)
+    process.send_signal(signal.SIGUSR1)
+    code, output = _finish(process)
+    assert code == 75, output
+    assert not any(line.startswith("requeue") for line in stubs.lines("scontrol"))
 
 
 def test_job_that_is_cancelled_saves_and_stays_away(stubs: Stubs) -> None:

@@ -14,7 +14,8 @@ from trainer.train import main
 
 
 def check(*words: str, processes: str = "2") -> str:
-    return look_ahead(compose(["experiment=demo", *words]), processes, check=True)
+    given = ["experiment=demo", *words]
+    return look_ahead(compose(given), given, processes, check=True)
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,9 @@ if lr == "0.2":
     status("failed", 1); sys.exit(1)
 if lr == "0.3":
     Path(os.environ["SLUICEGATE_EXIT_FILE"]).write_text("2\\nno such word\\n"); sys.exit(1)
+if lr == "0.7":
+    # An evaluation that was stopped.
+    Path(os.environ["SLUICEGATE_EXIT_FILE"]).write_text("75\\nstopped\\n"); sys.exit(0)
 if lr == "0.4":
     status("preempted", 0); sys.exit(0)
 if lr == "0.5":
@@ -98,6 +101,7 @@ def test_one_torchrun_per_job_each_with_its_own_id(stub: Path, capsys: pytest.Ca
         ("0.2,0.1", 1, ["failed", "finished"]),
         ("0.3,0.1", 2, ["refused: a mistake in config or data", "finished"]),
         ("0.4,0.1", 75, ["preempted", "finished"]),
+        ("0.7,0.1", 75, ["preempted", "finished"]),
         ("0.3,0.2,0.4,0.1", 1, ["refused: a mistake in config or data", "failed", "preempted", "finished"]),
     ],
 )

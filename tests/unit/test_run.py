@@ -22,6 +22,7 @@ from trainer.run import (
     write_status,
 )
 from trainer.validate import check_run_id
+from trainer.way_back import NOTE, WentBack
 
 
 @pytest.fixture
@@ -89,6 +90,29 @@ def test_secrets_of_the_environment_are_not_recorded(config: Config, monkeypatch
     assert all("hunter2" not in file.read_text() for file in folder.path.iterdir())
 
 
+@pytest.mark.parametrize("state", ["finished", "preempted", "failed"])
+def test_an_attempt_that_could_not_begin_leaves_the_run_as_it_was(config: Config, state: str) -> None:
+    path = start(config).path
+    write_status(path, state, attempt=1, step=7, exit_code=1)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    config.run.allow_changes = ["train.steps"]
+    folder = start(config, train__steps=2000)
+    assert (folder.attempt, folder.finished, folder.step) == (2, False, 7)
+    assert folder.take_back()
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_no_status_is_put_back_that_says_a_run_is_running_or_where_it_never_began(config: Config) -> None:
+    path = start(config).path
+    write_status(path, "running", attempt=1, step=7)
+    config_before = (path / "config.yaml").read_text()
+    assert not start(config, train__log_every=3).take_back()
+    assert (path / "config.yaml").read_text() == config_before
+    write_status(path, "failed", attempt=2, exit_code=2)
+    assert not start(config, model__dim=128).take_back()
+    assert load_config(path / "config.yaml").model.dim == 128
+
+
 def test_attempt_grows_with_every_restart(config: Config) -> None:
     assert [start(config).attempt for _ in range(3)] == [1, 2, 3]
     path = start(config).path
@@ -124,6 +148,39 @@ def test_other_model_data_or_optimizer_is_refused_with_a_diff(
     assert "run r1 was started with other settings" in lines[0]
     assert "run.allow_changes=[" in lines[-1]
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "moved"),
+    [
+        ("data__train", {"text": SourceConfig(paths=["b"])}, True),
+        ("data__document_mask", False, False),
+        ("data__tokenizer", "other", True),
+        ("data__train", {"text": SourceConfig(paths=["b"], weight=2.0)}, False),
+        ("train__seq_len", 64, False),
+        ("run__seed", 1, False),
+    ],
+)
+def test_other_samples_need_a_new_run_once_there_is_a_checkpoint(
+    config: Config, setting: str, value: Any, moved: bool
+) -> None:
+    """Allowed, the loader would still refuse them; but files that were moved are the same samples."""
+    path = start(config).path
+    with pytest.raises(ValueError, match=r"run\.allow_changes=\["):
+        start(config, **{setting: value})
+    (path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    with pytest.raises(ValueError) as raised:
+        start(config, **{setting: value})
+    advice = str(raised.value).splitlines()[-1]
+    assert f"a new run with another run.id from the weights of this one, checkpoint.init_from={path}:" in advice
+    assert ("files were only moved: 'run.allow_changes=[data." in advice) == moved == ("allow_changes" in advice)
+
+
+def test_held_out_sets_may_be_changed_beside_a_checkpoint(config: Config) -> None:
+    path = start(config).path
+    (path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"accept the changes with 'run\.allow_changes=\[data\.eval_samples\]'"):
+        start(config, data__eval_samples=3)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +224,20 @@ def test_finished_run_says_so_and_stays_as_it_is(config: Config) -> None:
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
+def test_finished_run_goes_back_once(config: Config) -> None:
+    path = start(config).path
+    step = path / "checkpoints" / "step_00000010"
+    step.mkdir(parents=True)
+    write_status(path, "finished", attempt=1, step=1000, exit_code=0)
+    folder = start(config, checkpoint__resume=str(step))
+    assert not folder.finished and folder.attempt == 2
+    (step.parent / NOTE).write_bytes(WentBack(step.name, list(folder.overrides), {}).to_json())
+    write_status(path, "finished", attempt=2, step=1000, exit_code=0)
+    assert start(config, checkpoint__resume=str(step)).finished, "the same command, which has been there"
+    assert start(config, checkpoint__resume=str(path)).finished
+    assert start(config).finished
+
+
 def test_finished_run_goes_on_only_when_told_explicitly(config: Config) -> None:
     path = start(config).path
     write_status(path, "finished", attempt=1, step=1000, exit_code=0)
@@ -178,12 +249,18 @@ def test_finished_run_goes_on_only_when_told_explicitly(config: Config) -> None:
 
 
 def test_never_resuming_does_not_mix_two_runs(config: Config) -> None:
-    path = start(config, checkpoint__resume="never").path
+    path = start(config).path
     assert start(config, checkpoint__resume="never").attempt == 2
     (path / "checkpoints" / "step_00000100").mkdir(parents=True)
-    with pytest.raises(ValueError, match="already holds step_00000100"):
+    assert start(config, checkpoint__resume="never").attempt == 3, "saved by this same command: a job requeued"
+    for text in ("- experiment=demo\n- checkpoint.every=3\n", "", "{", "[a"):
+        (path / "overrides.yaml").write_text(text)
+        with pytest.raises(ValueError, match=r"already holds step_00000100, and the last command .* another one"):
+            start(config, checkpoint__resume="never")
+    (path / "overrides.yaml").unlink()
+    with pytest.raises(ValueError, match=r"choose another run\.id"):
         start(config, checkpoint__resume="never")
-    assert start(config).attempt == 3
+    assert start(config).attempt == 4
 
 
 def test_evaluation_alone_leaves_the_run_as_it_is(config: Config) -> None:
