@@ -70,16 +70,16 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_wandb_without_a_key_is_told_before_the_run(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["experiment=demo", "logging.wandb.mode=online"]
     with pytest.raises(ValueError, match=r"set WANDB_API_KEY, or set logging\.wandb\.mode=offline or disabled"):
-        check_inputs(compose(words))
-    check_inputs(compose([*words, "logging.wandb.mode=offline"]))
+        check_inputs(compose(words), [])
+    check_inputs(compose([*words, "logging.wandb.mode=offline"]), [])
     monkeypatch.setenv("RANK", "1")
-    check_inputs(compose(words))
+    check_inputs(compose(words), [])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WANDB_API_KEY", "k")
-    check_inputs(compose(words))
+    check_inputs(compose(words), [])
     monkeypatch.delenv("WANDB_API_KEY")
     (nobody / ".netrc").touch()
-    check_inputs(compose(words))
+    check_inputs(compose(words), [])
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
@@ -87,9 +87,9 @@ def test_wandb_that_is_not_installed_is_told_before_the_run(
     nobody: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_inputs(compose(["experiment=demo"]))
+    check_inputs(compose(["experiment=demo"]), [])
     with pytest.raises(ValueError, match=f"mode={mode} needs the package wandb: pip install wandb, or set"):
-        check_inputs(compose(["experiment=demo", f"logging.wandb.mode={mode}"]))
+        check_inputs(compose(["experiment=demo", f"logging.wandb.mode={mode}"]), [])
 
 
 def test_a_missing_path_is_told_without_torch_and_leaves_no_folder(tmp_path: Path) -> None:

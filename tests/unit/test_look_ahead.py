@@ -97,7 +97,7 @@ def test_what_needs_gpus_is_refused_without_them(word: str, instead: str, monkey
     with pytest.raises(ValueError, match=f"^{word} needs GPUs, and this run is on cpu; use {instead}$"):
         check(word, "precision=bf16")
     # A run that starts finds out by itself, and sooner than torch could be imported here.
-    look_ahead(compose(["experiment=demo", "precision=bf16", word]), "2", check=False)
+    look_ahead(compose(["experiment=demo", "precision=bf16", word]), [], "2", check=False)
     # It is for another machine.
     assert check(word, "precision=bf16", "cluster=h200")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -122,7 +122,7 @@ def test_torch_is_imported_for_nothing_else(folder: Path) -> None:
     code = (
         "import sys; from trainer.compose import compose; from trainer.look_ahead import look_ahead\n"
         "for words in ([], ['precision=mxfp8'], ['comms.backend=symm_mem', 'cluster=h200']):\n"
-        "    look_ahead(compose(['experiment=demo', *words]), '2', check=True)\n"
+        "    look_ahead(compose(['experiment=demo', *words]), words, '2', check=True)\n"
         "print('torch' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(CONFIG_DIR.parent)}
