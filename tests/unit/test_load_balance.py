@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from moe.config import MoEConfig
 from moe.load_balance import (
     batch_aux_loss,
     count_tokens,
@@ -17,6 +18,7 @@ from moe.load_balance import (
     update_expert_bias,
     z_loss,
 )
+from moe.router import route
 
 T, E, K, S = 12, 5, 2, 4
 # A few dozen fp64 additions in another order.
@@ -201,3 +203,20 @@ def test_load_statistics_without_tokens_and_with_one_expert() -> None:
     empty = load_stats(torch.zeros(2, 4, dtype=torch.int64))
     assert empty["load_max_over_mean"] == 1.0 and math.isclose(empty["load_entropy"], 1.0)
     assert load_stats(torch.tensor([[7]])) == {"load_max_over_mean": 1.0, "load_entropy": 1.0}
+
+
+def test_forced_balance_is_balanced_and_keeps_the_gradient() -> None:
+    config = MoEConfig(num_experts=4, top_k=2, force_balance=True)
+    weight = torch.randn(4, 3, requires_grad=True)
+    routing = route(torch.randn(6, 3), weight, None, config, seq_len=6)
+    assert routing.topk_ids_TK.flatten().tolist() == [0, 1, 2, 3] * 3
+    routing.topk_weights_TK[:, 0].sum().backward()
+    assert weight.grad is not None and weight.grad.norm() > 0
+
+
+def test_forced_balance_does_not_depend_on_which_sequences_are_here() -> None:
+    """Three experts do not divide the ten pairs of a sequence."""
+    config, weight = MoEConfig(num_experts=3, top_k=2, force_balance=True), torch.randn(3, 4)
+    both = route(torch.randn(10, 4), weight, None, config, seq_len=5).topk_ids_TK
+    assert torch.equal(both[:5], both[5:])
+    assert torch.equal(route(torch.randn(5, 4), weight, None, config, seq_len=5).topk_ids_TK, both[5:])

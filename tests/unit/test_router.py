@@ -204,23 +204,6 @@ def test_extreme_and_equal_scores_stay_finite(score_function: str, logit: float)
     assert routing.topk_weights_TK.isfinite().all() and bias.grad is not None and bias.grad.isfinite().all()
 
 
-def test_forced_balance_is_balanced_and_keeps_the_gradient() -> None:
-    config = MoEConfig(num_experts=4, top_k=2, force_balance=True)
-    weight = torch.randn(4, 3, requires_grad=True)
-    routing = route(torch.randn(6, 3), weight, None, config, seq_len=6)
-    assert routing.topk_ids_TK.flatten().tolist() == [0, 1, 2, 3] * 3
-    routing.topk_weights_TK[:, 0].sum().backward()
-    assert weight.grad is not None and weight.grad.norm() > 0
-
-
-def test_forced_balance_does_not_depend_on_which_sequences_are_here() -> None:
-    """Three experts do not divide the ten pairs of a sequence."""
-    config, weight = MoEConfig(num_experts=3, top_k=2, force_balance=True), torch.randn(3, 4)
-    both = route(torch.randn(10, 4), weight, None, config, seq_len=5).topk_ids_TK
-    assert torch.equal(both[:5], both[5:])
-    assert torch.equal(route(torch.randn(5, 4), weight, None, config, seq_len=5).topk_ids_TK, both[5:])
-
-
 def test_half_precision_input_is_routed_in_fp32() -> None:
     config = MoEConfig(num_experts=8, top_k=2)
     x, weight = torch.randn(16, 4).bfloat16(), torch.randn(8, 4).bfloat16()
