@@ -8,6 +8,7 @@ trainer/attempt.py):
 """
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -39,6 +40,8 @@ from trainer.tokenizer import load_tokenizer
 
 # Length of the sample that a finished run prints.
 SAMPLE_TOKENS = 128
+# Nodes that each tokenise a large text are ready hours apart. Of a rank that is killed the others know at once.
+READING_SECONDS = 24 * 3600
 
 
 class Trainer:
@@ -54,7 +57,7 @@ class Trainer:
         self.metrics.say(
             f"{describe_run(config, folder, mesh)}\nreading the data (text that is new is tokenised first)"
         )
-        with peers.together():
+        with closing(Peers(READING_SECONDS)) as patient, patient.together():
             self.tokenizer = load_tokenizer(config.data)
             rank, size = mesh.batch_rank, mesh.batch_size
             # An evaluation may have other data, or none, to train on.

@@ -1,16 +1,21 @@
 """Mistakes of people: exit code 2, one message from rank 0, nothing left half done. And runs that need nothing more."""
 
 import json
+import time
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from scripts import tokenize_text
-from tests.e2e.runs import STEPS, Attempt, Bench, columns, contents, status
+from tests.distributed.harness import run_workers
+from tests.e2e.runs import STEPS, Attempt, Bench, attempt, columns, contents, status
 from trainer.compose import load_config
+from trainer.config import Config
+from trainer.data import TrainLoader, build_train_loader
 from trainer.optim import learning_rate
 from trainer.shards import HEADER
+from trainer.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(
@@ -188,3 +193,20 @@ def test_a_run_that_is_made_longer_has_the_schedule_of_its_new_length(bench: Ben
     optim = load_config(bench.path("longer") / "config.yaml").optim
     assert rates == [learning_rate(step, optim, 4 if step < 4 else 6) for step in range(6)]
     assert rates[3] < rates[4] > rates[5]
+
+
+def attempt_with_a_slow_reader(overrides: list[str], seconds: float) -> Attempt:
+    def slow(config: Config, tokenizer: Tokenizer, rank: int, size: int) -> TrainLoader:
+        if rank == 1:
+            time.sleep(seconds)
+        return build_train_loader(config, tokenizer, rank, size)
+
+    with patch("trainer.trainer.build_train_loader", slow):
+        return attempt(overrides)
+
+
+def test_nodes_may_be_ready_with_the_data_long_after_each_other(bench: Bench) -> None:
+    """Each tokenises its own copy, where they share no cache: longer than a rank is waited for elsewhere."""
+    words = bench.overrides("slow-data", "train.steps=1", "train.eval_every=0", "parallel.timeout_seconds=10")
+    ended = run_workers(attempt_with_a_slow_reader, 2, words, 13.0)
+    assert [one.code for one in ended] == [0, 0], ended[0].err
