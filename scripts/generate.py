@@ -34,6 +34,8 @@ def main() -> int:
     from trainer.tokenizer import read_tokenizer
 
     try:
+        # Nothing else is seen for a while.
+        print(f"loading {folder}; then up to {arguments.tokens} tokens are drawn (--tokens)", file=sys.stderr)
         stored = open_checkpoint(folder, notify=lambda line: print(line, file=sys.stderr))
         run = stored.path.parent.parent
         config = load_config(run / "config.yaml")

@@ -49,7 +49,7 @@ AUTO_MARGIN = 0.85
 HEADROOM = 1.25
 # What comes and goes, in the order in which tables have it.
 PARTS = ("gradients", "unreduced gradients", "gathered weights", "activations", "block at work", "head")
-LOSS = "loss"
+LOSS = "at the loss"
 END = "end of backward"
 
 

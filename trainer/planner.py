@@ -63,8 +63,10 @@ MEANINGS = {
 }
 READING = (
     "at the peak: everything at the moment when the sum is largest; at most: each part at its own worst moment",
-    "peaks: loss; backward of a block (0 is the first); its reduction, when ranks sum its gradients; end of backward",
+    "peaks: at the loss; backward of a block (0 is the first); its reduction, when ranks sum up; end of backward",
 )
+# Where no card is named.
+FITS = "whether that fits: add cluster=h100, or another one that configs/cluster/ knows, or cluster.memory_gib=N"
 
 
 class Saving(NamedTuple):
@@ -223,7 +225,8 @@ def table(plan: MemoryPlan, memory_gib: float | None) -> str:
             lines += [f"    {kind:<26}{'':>12}{size / GIB:>12.2f}    {MEANINGS[kind]}" for kind, size in kept.items()]
     of = "" if memory_gib is None else f"   of {memory_gib:.0f}"
     lines.append(f"  {'peak: ' + plan.moment:<28}{plan.peak / GIB:>12.2f}{of}")
-    return "\n".join([*lines, *(f"  {said}" for said in READING)])
+    reading = READING if memory_gib is not None else (*READING, FITS)
+    return "\n".join([*lines, *(f"  {said}" for said in reading)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

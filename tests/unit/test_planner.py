@@ -109,7 +109,7 @@ def test_gradients_of_earlier_micro_batches_are_there_at_the_loss() -> None:
     words = ["experiment=qwen3_30b_a3b", "parallel.ep=8"]
     once = plan_of(*words, "train.global_batch_size=64", ranks=64)
     twice = plan_of(*words, "train.global_batch_size=128", ranks=64)
-    assert once.moment == twice.moment == "loss" and once.gradients == twice.gradients
+    assert once.moment == twice.moment == "at the loss" and once.gradients == twice.gradients
     assert twice.peak - once.peak == twice.at_peak["gradients"] == once.gradients
 
 
@@ -200,9 +200,12 @@ def test_every_word_of_the_table_is_explained(capsys: pytest.CaptureFixture[str]
         parts |= plan.at_most.keys() | plan.kept.keys()
     parts |= plan_of("experiment=deepseek_v3_671b", "parallel.activation_checkpoint=none", ranks=64).kept.keys()
     assert parts == MEANINGS.keys()
+    assert main(["experiment=demo", "--ranks", "2", "cluster=h100"]) == 0
+    assert "whether that fits" not in capsys.readouterr().out
     assert main(["experiment=demo", "--ranks", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "  at the peak: everything at the moment" in shown and "  peaks: loss; backward of a block" in shown
+    assert "  whether that fits: add cluster=h100, or another" in shown
+    assert "  at the peak: everything at the moment" in shown and "  peaks: at the loss; backward of a block" in shown
 
 
 def test_a_mistake_says_what_a_launch_says(capsys: pytest.CaptureFixture[str]) -> None:
