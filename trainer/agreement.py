@@ -11,11 +11,15 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.data import EvalSet, TrainLoader
+from trainer.hf_config import HF_PREFIX
 from trainer.peers import Peers
 from trainer.tokenizer import Tokenizer
 
-# Settings that decide what is computed. Others, such as paths, may differ by node.
-ALIKE = ("model", "train", "parallel", "precision", "comms", "optim", "guard")
+# Settings that decide what is computed, and what all ranks do together. Others, such as paths, may differ by node.
+ALIKE = ("model", "train", "parallel", "precision", "comms", "optim", "guard", "checkpoint", "profile", "debug")
+ALIKE_OF_DATA = ("document_mask", "eval_samples", "invalid_utf8", "empty_files")
+# Of these paths, the kind.
+KINDS = {"checkpoint.resume": ("auto", "never"), "checkpoint.init_from": (None,)}
 SHOWN_RANKS = 8
 
 
@@ -25,8 +29,10 @@ def check_same_settings(peers: Peers, config: Config) -> None:
     Raises:
         ValueError: on every rank, naming the first that differs, who has what, and what to do.
     """
-    settings = {**asdict(config), "run": {"seed": config.run.seed}}
-    mine = {key: repr(value) for section in (*ALIKE, "run") for key, value in _flat(section, settings[section])}
+    everything = asdict(config)
+    settings = {section: everything[section] for section in ALIKE}
+    settings |= {"run": {"seed": config.run.seed}, "data": {key: everything["data"][key] for key in ALIKE_OF_DATA}}
+    mine = {key: _said(key, value) for section, found in settings.items() for key, value in _flat(section, found)}
     _check(peers, mine, "start every node with the same command line, code and configs/")
 
 
@@ -41,9 +47,15 @@ def check_same_data(
     mine = {"data.tokenizer": f"{tokenizer.vocab_size} entries, digest {tokenizer.digest.hex()[:8]}"}
     if loader is not None:
         mine |= {f"data.train.{name}": said for name, said in loader.contents.items()}
-        mine["the order of data.train (weights, data.document_mask)"] = loader.fingerprint[:8]
+        mine["the order of data.train (weights)"] = loader.fingerprint[:8]
     mine |= {f"data.eval.{batches.name}": batches.contents for batches in eval_sets}
     _check(peers, mine, "give every node the same files, on a shared file system or as equal copies")
+
+
+def _said(key: str, value: Any) -> str:
+    if key not in KINDS or value in KINDS[key]:
+        return repr(value)
+    return "a Hugging Face folder" if str(value).startswith(HF_PREFIX) else "a path"
 
 
 def _flat(name: str, value: Any) -> Iterable[tuple[str, Any]]:

@@ -133,7 +133,9 @@ class Checkpointer:
     def _write(self, job: "_Job") -> None:
         partial = self.folder / "not begun"
         try:
-            partial = self._peers.from_rank0(lambda: self._begin(job.step))
+            partial, step = self._peers.from_rank0(lambda: (self._begin(job.step), job.step))
+            with self._peers.together():
+                _check_step(job.step, step)
             written = self._write_tensors(partial, job.tensors)
             self._peers.from_rank0(lambda: self._finish(partial, job, written))
         except Exception as error:
@@ -276,6 +278,12 @@ def load_weights(path: str | Path, model: nn.Module) -> dict[str, Any]:
     files.check_content(folder, files.read_manifest(folder))
     _read_weights(folder, model)
     return _read_extra(folder)
+
+
+def _check_step(mine: int, of_rank0: int) -> None:
+    """Shards of two steps would be a checkpoint that nobody could tell from a good one."""
+    if mine != of_rank0:
+        raise RuntimeError(f"this rank saves step {mine}, and rank 0 step {of_rank0}: they must be at the same one")
 
 
 # ---- steps of a load, without collectives

@@ -205,7 +205,8 @@ def build_eval_sets(config: Config, tokenizer: Tokenizer, dp_rank: int, dp_size:
         opened = _open(config, tokenizer, "eval", name, source)
         packed = _pack(opened, config, seed_key(EVAL_KEY, "eval"), f"data.eval.{name}", keep_tail=True)
         sets[name] = EvalSet(name, packed, config, dp_rank, dp_size)
-        sets[name].counts, sets[name].contents = _counts(opened, packed), _contents(opened)
+        sets[name].counts = _counts(opened, packed)
+        sets[name].contents = f"{_contents(opened)}, {sets[name].num_samples:,} samples"
     return sets
 
 

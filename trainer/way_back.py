@@ -53,5 +53,9 @@ def own_name(resume: str, folder: Path) -> str | None:
     """The name of this run's checkpoint that is meant; None where it is not a PATH into this run's `checkpoints/`."""
     if resume in ("auto", "never"):
         return None
-    path = Path(resume).resolve()
-    return path.name if path.parent == folder.resolve() else None
+    # A step folder may be a link to where it was archived.
+    path = Path(resume).absolute()
+    for found in (path.resolve(), path.parent.resolve() / path.name):
+        if found.parent == folder.resolve():
+            return found.name
+    return None

@@ -26,6 +26,14 @@ def told(folders: list[str], odd: str) -> str:
     last = peers.rank == peers.size - 1
     if last and odd == "document_mask":
         config.data.document_mask = not config.data.document_mask
+    if last and odd == "weight":
+        config.data.train["a"].weight = 2.0
+    if last and odd == "eval_samples":
+        config.data.eval_samples = 3
+    # Where each node has it.
+    config.checkpoint.init_from = None if last and odd == "init_from" else folders[peers.rank]
+    if last and odd == "every":
+        config.checkpoint.every = 7
     if last and odd == "lr":
         config = replace(config, optim=replace(config.optim, lr=0.5))
     try:
@@ -49,7 +57,11 @@ def told(folders: list[str], odd: str) -> str:
         ("a", r"data.train.a is not the same on every rank \(ranks 0, 1: 30 documents, [\d,]+ tokens, digest \w{8}; "),
         ("words", r"data.train.b is not the same .* rank 2: 30 documents, .*: give every node the same"),
         ("held", r"data.eval.held is not the same on every rank \(ranks 0, 1: 30 documents, .*; rank 2: 29 documents,"),
-        ("document_mask", r"the order of data.train \(weights, data.document_mask\) is not the same on"),
+        ("document_mask", r"data.document_mask is not the same on every rank \(ranks 0, 1: True; rank 2: False\)"),
+        ("every", r"checkpoint.every is not the same on every rank \(ranks 0, 1: 500; rank 2: 7\): start every node"),
+        ("init_from", r"checkpoint.init_from is not the same on every rank \(ranks 0, 1: a path; rank 2: None\)"),
+        ("weight", r"the order of data.train \(weights\) is not the same on every rank"),
+        ("eval_samples", r"data.eval_samples is not the same on every rank"),
         ("lr", r"optim.lr is not the same on every rank \(ranks 0, 1: [\d.e-]+; rank 2: 0.5\): start every"),
     ],
 )

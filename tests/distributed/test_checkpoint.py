@@ -237,6 +237,23 @@ def test_one_ranks_full_disk_is_everybodys_error(tmp_path: Path, asynchronous: b
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
 
 
+def save_at_different_steps(folder: str) -> str:
+    model, optimizer = build((1, 0))
+    saver = checkpointer(folder, asynchronous=False)
+    saver.save(1, model, optimizer, {})
+    try:
+        saver.save(5 + dist.get_rank(), model, optimizer, {})
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_at_different_steps_save_nothing(tmp_path: Path) -> None:
+    for text in run(save_at_different_steps, 2, str(tmp_path)):
+        assert "rank 1: this rank saves step 6, and rank 0 step 5: they must be at the same one" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
+
+
 def load_other_shape(folder: str) -> str:
     model, optimizer = build((1, 0))
     if dist.get_rank() == 1:

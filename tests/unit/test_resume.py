@@ -9,7 +9,7 @@ from trainer import checkpoint_files as files
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import IncompleteCheckpointError
 from trainer.resume import resolve_resume
-from trainer.way_back import NOTE
+from trainer.way_back import NOTE, own_name
 
 
 def test_resume_setting(tmp_path: Path) -> None:
@@ -151,3 +151,13 @@ def test_never_goes_on_from_its_own(tmp_path: Path) -> None:
     assert run.attempt("never", 1) is None
     assert run.attempt("never") == "step_00000001"
     assert "checkpoint.resume=never was where this same command began" in run.said[-1]
+
+
+def test_an_archived_checkpoint_with_a_link_to_it_is_a_way_back(tmp_path: Path) -> None:
+    run = Run(tmp_path / "checkpoints")
+    run.attempt("auto", 1, 2)
+    archived = (run.folder / files.step_name(1)).rename(tmp_path / "archived")
+    (run.folder / files.step_name(1)).symlink_to(archived)
+    assert own_name(run.path(1), run.folder) == files.step_name(1)
+    assert own_name(f"{run.folder}/./{files.step_name(2)}/", run.folder) == files.step_name(2)
+    assert own_name(str(archived), run.folder) is None
