@@ -25,20 +25,18 @@ would have been made of them after the gather, in half of the bytes or less; the
 Shapes: O whatever comes before the split dim, R rows of one rank's shard, C = N * R rows of all ranks, X and Y widths.
 """
 
-import math
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_group_size_by_name  # pyright: ignore
 
-from comms.collectives import gather_dim, reduce_scatter
+from comms.collectives import gather_dim, group_size, reduce_scatter
 from comms.operators import operator, register_fake
 from comms.peer_buffers import transport_of
 from comms.products import AS_THEY_ARE, Product, find_product
-from comms.shard_transport import Inbox, Outbox, Transport
+from comms.shard_transport import Inbox, Outbox, Transport, as_rows, scattered_shape
 
 # Multiplications of one rank from which GPUs overlap, over all maps that share a gather, and of a scatter: rows of all
 # ranks x X x Y. With fewer, launches and signals (a gather's in backward) take longer than the transfer that they hide:
@@ -67,14 +65,14 @@ def all_gather_matmul(
         min_work: multiplications of this rank from which transfers overlap; None: `work_to_overlap`.
         products: names of how each weight multiplies (comms/products.py); None: all in the dtype of x.
     """
-    dim, size = dim % x.dim(), _size(group_name)
+    dim, size = dim % x.dim(), group_size(group_name)
     products = [AS_THEY_ARE] * len(weights) if products is None else list(products)
     least = work_to_overlap(x.device, size, scatters=False) if min_work is None else min_work
     if dim == x.dim() - 1 or size * x.numel() * sum(weight.shape[0] for weight in weights) < least:
         whole = gather_dim(x, dim, group_name)
         pairs = zip(products, weights, strict=True)
         return tuple(find_product(product).linear(whole, weight) for product, weight in pairs)
-    rows, shape = _as_rows(x, dim), list(x.shape)
+    rows, shape = as_rows(x, dim), list(x.shape)
     shape[dim] *= size
     found = _GatherMatmul.apply(rows, group_name, _joined(products), *weights)  # pyright: ignore
     return tuple(y.reshape(*shape[:-1], y.shape[-1]) for y in cast(tuple[Tensor, ...], found))
@@ -88,15 +86,12 @@ def matmul_reduce_scatter(
     Raises:
         ValueError: `dim` of the product does not divide by the number of ranks.
     """
-    dim, shape, size = dim % x.dim(), list(x.shape), _size(group_name)
-    shape[-1] = weight.shape[0]
-    if shape[dim] % size:
-        raise ValueError(f"dim {dim} of {tuple(shape)} cannot be scattered over {size} ranks: it does not divide")
+    dim, size = dim % x.dim(), group_size(group_name)
+    shape = scattered_shape([*x.shape[:-1], weight.shape[0]], dim, size)
     least = work_to_overlap(x.device, size, scatters=True) if min_work is None else min_work
     if dim == x.dim() - 1 or x.numel() * weight.shape[0] < least:
         return reduce_scatter(find_product(product).linear(x, weight), dim, group_name)
-    shape[dim] //= size
-    found = _MatmulScatter.apply(_as_rows(x, dim), weight, group_name, product)  # pyright: ignore
+    found = _MatmulScatter.apply(as_rows(x, dim), weight, group_name, product)  # pyright: ignore
     return cast(Tensor, found).reshape(shape)
 
 
@@ -110,14 +105,6 @@ def work_to_overlap(device: torch.device, num_ranks: int, *, scatters: bool) -> 
     if num_ranks > 2:
         return WORK_OF_FOUR * (num_ranks - 1) // 3
     return SCATTER_WORK if scatters else GATHER_WORK
-
-
-def _size(group_name: str) -> int:
-    return _get_group_size_by_name(group_name)  # pyright: ignore
-
-
-def _as_rows(x: Tensor, dim: int) -> Tensor:
-    return x.reshape(math.prod(x.shape[:dim]), -1, x.shape[-1])
 
 
 # Operators take no lists of names.
@@ -177,7 +164,7 @@ def gather_matmul(x_ORX: Tensor, weights: list[Tensor], group_name: str, product
     # Rows travel coded if that is what all weights multiply.
     common = found[0] if len(set(products.split(_BETWEEN))) == 1 else None
     sent = x_ORX.contiguous() if common is None else common.sent_as(x_ORX.contiguous())
-    outer, num_rows = x_ORX.shape[0], _size(group_name) * x_ORX.shape[1]
+    outer, num_rows = x_ORX.shape[0], group_size(group_name) * x_ORX.shape[1]
     outs = [x_ORX.new_empty(outer, num_rows, weight.shape[0]) for weight in weights]
     with closing(transport.gather(sent)) as inbox:
         prepared = [product.weight(weight) for product, weight in zip(found, weights, strict=True)]
@@ -254,7 +241,7 @@ def matmul_scatter_backward(
 @register_fake(gather_matmul)
 def _(x_ORX: Tensor, weights: list[Tensor], group_name: str, products: str) -> list[Tensor]:
     outer, num_rows = x_ORX.shape[:2]
-    num_rows = num_rows * _size(group_name)
+    num_rows = num_rows * group_size(group_name)
     return [x_ORX.new_empty(outer, num_rows, weight.shape[0]) for weight in weights]
 
 
@@ -274,7 +261,7 @@ def _(
 
 @register_fake(matmul_scatter)
 def _(x_OCX: Tensor, weight_YX: Tensor, group_name: str, product: str) -> Tensor:
-    num_rows = x_OCX.shape[1] // _size(group_name)
+    num_rows = x_OCX.shape[1] // group_size(group_name)
     return x_OCX.new_empty(x_OCX.shape[0], num_rows, weight_YX.shape[0])
 
 

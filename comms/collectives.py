@@ -22,6 +22,11 @@ from torch.distributed.distributed_c10d import _get_group_size_by_name, _resolve
 from comms.operators import operator, register_fake
 
 
+def group_size(group_name: str) -> int:
+    """Ranks of a group."""
+    return _get_group_size_by_name(group_name)  # pyright: ignore
+
+
 def gather_dim(x: Tensor, dim: int, group_name: str) -> Tensor:
     """Every rank's `x`, concatenated along `dim` in rank order."""
     return _Gather.apply(x, dim, group_name)  # type: ignore[no-any-return]
@@ -71,14 +76,14 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _gathered(x: Tensor, dim: int, group_name: str) -> Tensor:
-    size = _get_group_size_by_name(group_name)  # pyright: ignore
+    size = group_size(group_name)
     parts = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group_name))
     # Stacked by rank on the first dim; a part of another dim has to be moved there.
     return parts if dim == 0 else torch.cat(parts.chunk(size), dim=dim)
 
 
 def _scattered(x: Tensor, dim: int, group_name: str) -> Tensor:
-    size = _get_group_size_by_name(group_name)  # pyright: ignore
+    size = group_size(group_name)
     parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim=dim))
     return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(parts, "sum", size, group_name))
 
@@ -105,7 +110,7 @@ def sum_over_ranks(values: Tensor, group_name: str) -> Tensor:
 @operator("gather_over_ranks")
 def gather_over_ranks(part: Tensor, group_name: str, num_ranks: int) -> Tensor:
     """(num_ranks, *shape): every rank's tensor; no gradient."""
-    assert num_ranks == _get_group_size_by_name(group_name)  # pyright: ignore
+    assert num_ranks == group_size(group_name)
     return _gathered(part.unsqueeze(0), 0, group_name)
 
 

@@ -18,11 +18,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_group_size_by_name  # pyright: ignore
 
-from comms.collectives import gather_dim, reduce_scatter
+from comms.collectives import gather_dim, group_size, reduce_scatter
 from comms.operators import operator, register_fake
 from comms.peer_buffers import copy_runs, runs_of, transport_of
+from comms.shard_transport import as_rows, scattered_shape
 
 # Bytes of a rank's rows from which two GPUs use copy engines: with four sequences half as many win as well, by a tenth,
 # and an eighth loses (scripts/bench_async_tp.py). And of those of each sequence, which are a copy by themselves.
@@ -41,8 +41,8 @@ def gather_rows(x: Tensor, dim: int, group_name: str, min_bytes: int | None = No
     if not _travels(x, x.numel(), dim, group_name, min_bytes):
         return gather_dim(x, dim, group_name)
     shape = list(x.shape)
-    shape[dim] *= _size(group_name)
-    found = _GatherRows.apply(_as_rows(x, dim), group_name)  # pyright: ignore
+    shape[dim] *= group_size(group_name)
+    found = _Moved.apply(as_rows(x, dim), group_name, True)  # pyright: ignore
     return cast(Tensor, found).reshape(shape)
 
 
@@ -52,13 +52,11 @@ def scatter_rows(x: Tensor, dim: int, group_name: str, min_bytes: int | None = N
     Raises:
         ValueError: `dim` does not divide by the number of ranks.
     """
-    dim, size, shape = dim % x.dim(), _size(group_name), list(x.shape)
-    if shape[dim] % size:
-        raise ValueError(f"dim {dim} of {tuple(shape)} cannot be scattered over {size} ranks: it does not divide")
+    dim, size = dim % x.dim(), group_size(group_name)
+    shape = scattered_shape(x.shape, dim, size)
     if not _travels(x, x.numel() // size, dim, group_name, min_bytes):
         return reduce_scatter(x, dim, group_name)
-    shape[dim] //= size
-    found = _ScatterRows.apply(_as_rows(x, dim), group_name)  # pyright: ignore
+    found = _Moved.apply(as_rows(x, dim), group_name, False)  # pyright: ignore
     return cast(Tensor, found).reshape(shape)
 
 
@@ -74,44 +72,27 @@ def _travels(x: Tensor, numbers_of_shard: int, dim: int, group_name: str, min_by
     if not x.is_cuda:
         return True
     runs = math.prod(x.shape[:dim])
-    return _size(group_name) == 2 and num_bytes >= max(MIN_BYTES, runs * MIN_RUN_BYTES)
+    return group_size(group_name) == 2 and num_bytes >= max(MIN_BYTES, runs * MIN_RUN_BYTES)
 
 
-def _size(group_name: str) -> int:
-    return _get_group_size_by_name(group_name)  # pyright: ignore
-
-
-def _as_rows(x: Tensor, dim: int) -> Tensor:
-    return x.reshape(math.prod(x.shape[:dim]), -1, x.shape[-1])
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_ORX: Tensor, group_name: str) -> Tensor:
-        ctx.group_name = group_name
-        return gathered_rows(x_ORX, group_name)
+class _Moved(torch.autograd.Function):
+    """`gathered_rows`, whose gradient is `scattered_rows`, and the other way round."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return scattered_rows(grads[0], ctx.group_name), None
-
-
-class _ScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_OCX: Tensor, group_name: str) -> Tensor:
-        ctx.group_name = group_name
-        return scattered_rows(x_OCX, group_name)
+    def forward(ctx: Any, x: Tensor, group_name: str, gathers: bool) -> Tensor:
+        ctx.group_name, ctx.gathers = group_name, gathers
+        return (gathered_rows if gathers else scattered_rows)(x, group_name)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gathered_rows(grads[0], ctx.group_name), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (scattered_rows if ctx.gathers else gathered_rows)(grads[0], ctx.group_name), None, None
 
 
 @operator("gathered_rows")
 def gathered_rows(x_ORX: Tensor, group_name: str) -> Tensor:
     """(O, C, X). No result is memory that a peer may write."""
     outer, num_rows, width = x_ORX.shape
-    out_OCX = x_ORX.new_empty(outer, _size(group_name) * num_rows, width)
+    out_OCX = x_ORX.new_empty(outer, group_size(group_name) * num_rows, width)
     # Rows of all sequences in one run: fewer copies, and pieces of whole sequences.
     shard_1PX = x_ORX.contiguous().view(1, -1, width)
     with closing(transport_of(x_ORX, group_name).gather(shard_1PX)) as inbox:
@@ -141,13 +122,13 @@ def scattered_rows(x_OCX: Tensor, group_name: str) -> Tensor:
 @register_fake(gathered_rows)
 def _(x_ORX: Tensor, group_name: str) -> Tensor:
     outer, num_rows, width = x_ORX.shape
-    return x_ORX.new_empty(outer, _size(group_name) * num_rows, width)
+    return x_ORX.new_empty(outer, group_size(group_name) * num_rows, width)
 
 
 @register_fake(scattered_rows)
 def _(x_OCX: Tensor, group_name: str) -> Tensor:
     outer, num_rows, width = x_OCX.shape
-    return x_OCX.new_empty(outer, num_rows // _size(group_name), width)
+    return x_OCX.new_empty(outer, num_rows // group_size(group_name), width)
 
 
 def _put(rows_PX: Tensor, first: int, place_ORX: Tensor) -> None:

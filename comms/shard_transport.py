@@ -11,7 +11,8 @@ Shapes: O whatever comes before the split dim, R rows of one rank's shard of it,
 """
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -94,6 +95,22 @@ class Transport(Protocol):
     def scatter(self, shape: tuple[int, int, int], like: Tensor) -> Outbox:
         """Take parts of (O, N * R, X) for everyone, in dtype and on the device of `like`."""
         ...
+
+
+def as_rows(x: Tensor, dim: int) -> Tensor:
+    """(O, rows, X): what comes before the split dim, the dim with what follows it, and the last one."""
+    return x.reshape(math.prod(x.shape[:dim]), -1, x.shape[-1])
+
+
+def scattered_shape(shape: Sequence[int], dim: int, num_ranks: int) -> list[int]:
+    """Each rank's part of a sum of that shape.
+
+    Raises:
+        ValueError: `dim` does not divide by the number of ranks.
+    """
+    if shape[dim] % num_ranks:
+        raise ValueError(f"dim {dim} of {tuple(shape)} cannot be scattered over {num_ranks} ranks: it does not divide")
+    return [*shape[:dim], shape[dim] // num_ranks, *shape[dim + 1 :]]
 
 
 def cut(num_rows: int) -> list[slice]:

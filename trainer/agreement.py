@@ -9,18 +9,20 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from trainer.changes import leaves, within
 from trainer.config import Config
 from trainer.data import EvalSet, TrainLoader
 from trainer.hf_config import HF_PREFIX
-from trainer.peers import Peers
+from trainer.peers import Peers, by_rank
 from trainer.tokenizer import Tokenizer
 
 # Settings that decide what is computed, and what all ranks do together. Others, such as paths, may differ by node.
-ALIKE = ("model", "train", "parallel", "precision", "comms", "optim", "guard", "checkpoint", "profile", "debug")
-ALIKE_OF_DATA = ("document_mask", "eval_samples", "invalid_utf8", "empty_files")
+ALIKE = (
+    "model", "train", "parallel", "precision", "comms", "optim", "guard", "checkpoint", "profile", "debug", "run.seed",
+    "data.document_mask", "data.eval_samples", "data.invalid_utf8", "data.empty_files",
+)  # fmt: skip
 # Of these paths, the kind.
 KINDS = {"checkpoint.resume": ("auto", "never"), "checkpoint.init_from": (None,)}
-SHOWN_RANKS = 8
 
 
 def check_same_settings(peers: Peers, config: Config) -> None:
@@ -29,10 +31,7 @@ def check_same_settings(peers: Peers, config: Config) -> None:
     Raises:
         ValueError: on every rank, naming the first that differs, who has what, and what to do.
     """
-    everything = asdict(config)
-    settings = {section: everything[section] for section in ALIKE}
-    settings |= {"run": {"seed": config.run.seed}, "data": {key: everything["data"][key] for key in ALIKE_OF_DATA}}
-    mine = {key: _said(key, value) for section, found in settings.items() for key, value in _flat(section, found)}
+    mine = {key: _said(key, value) for key, value in leaves(asdict(config)) if within(key, ALIKE)}
     _check(peers, mine, "start every node with the same command line, code and configs/")
 
 
@@ -58,32 +57,11 @@ def _said(key: str, value: Any) -> str:
     return "a Hugging Face folder" if str(value).startswith(HF_PREFIX) else "a path"
 
 
-def _flat(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield name, value
-        return
-    for key, found in value.items():
-        yield from _flat(f"{name}.{key}", found)
-
-
 def _check(peers: Peers, mine: dict[str, str], advice: str) -> None:
     of_ranks = peers.gather(mine)
     with peers.together(doers=1):
         # One that a rank lacks is one that differs.
         for what in dict.fromkeys(key for found in of_ranks for key in found):
-            _compare(what, [found.get(what, "nothing") for found in of_ranks], advice)
-
-
-def _compare(what: str, of_ranks: list[str], advice: str) -> None:
-    ranks: dict[str, list[int]] = {}
-    for rank, found in enumerate(of_ranks):
-        ranks.setdefault(found, []).append(rank)
-    if len(ranks) > 1:
-        told = "; ".join(f"{_named(found)}: {contents}" for contents, found in ranks.items())
-        raise ValueError(f"{what} is not the same on every rank ({told}): {advice}, and start again")
-
-
-def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
-    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+            told = {rank: found.get(what, "nothing") for rank, found in enumerate(of_ranks)}
+            if len(set(told.values())) > 1:
+                raise ValueError(f"{what} is not the same on every rank ({by_rank(told)}): {advice}, and start again")

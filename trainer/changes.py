@@ -52,7 +52,7 @@ class Change(NamedTuple):
 
 def changed_settings(old: Config, new: Config) -> list[Change]:
     """Every setting whose value differs, in the order of the schema; a missing dict entry counts as null."""
-    before, after = dict(_leaves(dataclasses.asdict(old))), dict(_leaves(dataclasses.asdict(new)))
+    before, after = dict(leaves(dataclasses.asdict(old))), dict(leaves(dataclasses.asdict(new)))
     keys = dict.fromkeys((*before, *after))
     return [Change(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
 
@@ -77,8 +77,8 @@ def refuse_changes(old: Config, new: Config, origin: Path) -> list[Change]:
 def _advice(refused: Sequence[Change], run: Path) -> str:
     """What helps: to allow a change of the samples does not, once there is a checkpoint to go on from."""
     saved = any((run / "checkpoints").glob("step_*"))
-    samples = [change.key for change in refused if saved and _within(change.key, SAMPLES)]
-    samples = [key for key in samples if not _within(key, NO_SAMPLES)]
+    samples = [change.key for change in refused if saved and within(change.key, SAMPLES)]
+    samples = [key for key in samples if not within(key, NO_SAMPLES)]
     allow = f"'run.allow_changes=[{','.join(change.key for change in refused)}]'"
     if not samples:
         return f"Use the stored values, start a new run with another run.id, or accept the changes with {allow}."
@@ -110,7 +110,7 @@ def check_architecture(config: Config, step_folder: Path, *, refuse: bool) -> st
             f"{step_folder} belongs to a run with another architecture ({stored}):\n{_diff(refused)}\n"
             f"Use the stored values, or accept the changes with 'run.allow_changes=[{keys}]'."
         )
-    different = [c for c in changes if _within(c.key, ("model",)) and not _within(c.key, FREE)]
+    different = [c for c in changes if within(c.key, ("model",)) and not within(c.key, FREE)]
     if not different:
         return ""
     return f"warning: {step_folder} belongs to a run with another architecture ({stored}):\n{_diff(different)}"
@@ -124,18 +124,20 @@ def describe_changes(changes: Sequence[Change]) -> str:
 
 def _refused(changes: Sequence[Change], guarded: Sequence[str], config: Config) -> list[Change]:
     allowed = (*FREE, *config.run.allow_changes)
-    return [change for change in changes if _within(change.key, guarded) and not _within(change.key, allowed)]
+    return [change for change in changes if within(change.key, guarded) and not within(change.key, allowed)]
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting of a config as a dict, by its dotted key."""
     for name, value in node.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         elif not isinstance(value, dict):
             yield f"{prefix}{name}", value
 
 
-def _within(key: str, sections: Sequence[str]) -> bool:
+def within(key: str, sections: Sequence[str]) -> bool:
+    """Whether it is one of them, or in one of them."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 

@@ -9,7 +9,7 @@ word it misses, and tells the others; nobody waits longer than the timeout.
 
 import pickle
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -157,11 +157,16 @@ class Peers:
 
 def _summary(texts: dict[int, str], doers: int) -> str:
     """Each different text once, after the ranks that it came from; alone if everybody failed of the same."""
+    if len(set(texts.values())) == 1 and len(texts) == doers:
+        return next(iter(texts.values()))
+    return by_rank(texts)
+
+
+def by_rank(texts: Mapping[int, str]) -> str:
+    """Each different text once, after the ranks that it came from."""
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
-    if len(ranks) == 1 and len(texts) == doers:
-        return next(iter(ranks))
     parts = [f"rank {_some([str(rank) for rank in found])}: {text}" for text, found in ranks.items()]
     return _some(parts, "; ")
 

@@ -150,7 +150,7 @@ def test_two_gpus_use_copy_engines_for_many_bytes_in_long_runs(
     shape: tuple[int, ...], num_ranks: int, travels: bool
 ) -> None:
     x = OnGpu(*shape)
-    with patch.object(row_collectives, "_size", lambda _: num_ranks):
+    with patch.object(row_collectives, "group_size", lambda _: num_ranks):
         assert row_collectives._travels(x, x.numel(), 1, "tp", None) == travels  # type: ignore
 
 

@@ -150,6 +150,24 @@ def ranks_of(size: int, seed: int) -> tuple[list[PeerBuffers], list[dict[str, Th
     return [PeerBuffers(*pair) for pair in zip(*lanes, strict=True)], streams
 
 
+def finished(streams: dict[str, ThreadStream]) -> list[str]:
+    """What failed on a rank's streams, once they are through."""
+    for stream in streams.values():
+        stream.finish()
+    return [failure for stream in streams.values() for failure in stream.failures]
+
+
+def on_threads(work: Callable[[int], object], size: int) -> list[str]:
+    """Run every rank's work; who does not end."""
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    with by_streams(), torch.no_grad():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    return [f"rank {rank} does not end" for rank, thread in enumerate(threads) if thread.is_alive()]
+
+
 def wrong_results(size: int, widths: list[int], seed: int, rows: int = 4) -> list[str]:
     """Rounds of a gather, and mostly a scatter of some width while it is open, as in backward; nobody waits between."""
     ranks, streams = ranks_of(size, seed)
@@ -181,9 +199,7 @@ def wrong_results(size: int, widths: list[int], seed: int, rows: int = 4) -> lis
                 inbox.close()
                 # Whose memory is then somebody else's.
                 issue(partial(shard.fill_, float("nan")))
-            for stream in streams[rank].values():
-                stream.finish()
-                found.extend(stream.failures)
+            found.extend(finished(streams[rank]))
         except BaseException as failure:
             found.append(repr(failure))
         for number, ((wide, weights, shards), (whole, total)) in enumerate(zip(rounds, kept, strict=False)):
@@ -194,13 +210,7 @@ def wrong_results(size: int, widths: list[int], seed: int, rows: int = 4) -> lis
             if total is not None and not torch.allclose(total, expected, rtol=1e-10, atol=1e-10):  # type: ignore
                 found.append(f"rank {rank}, round {number}: sums")
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-    with by_streams(), torch.no_grad():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    return found + [f"rank {rank} does not end" for rank, thread in enumerate(threads) if thread.is_alive()]
+    return on_threads(work, size) + found
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -240,9 +250,7 @@ def wrong_rows(size: int, seed: int) -> list[str]:
                     kept[-1].append(torch.full_like(result, float("nan")))
                     copied(result, kept[-1][-1])
                     issue(partial(operand.fill_, float("nan")))
-            for stream in streams[rank].values():
-                stream.finish()
-                found.extend(stream.failures)
+            found.extend(finished(streams[rank]))
         except BaseException as failure:
             found.append(repr(failure))
         for number, ((shards, wide), (*gathered, total)) in enumerate(zip(rounds, kept, strict=False)):
@@ -252,18 +260,13 @@ def wrong_rows(size: int, seed: int) -> list[str]:
             if not torch.allclose(total, wide.sum(0)[:, rank * rows : (rank + 1) * rows], rtol=1e-10, atol=1e-10):
                 found.append(f"rank {rank}, round {number}: sums")
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     added = {
         "transport_of": lambda _x, _name: ranks[_current.rank],
-        "_size": lambda _name: size,
+        "group_size": lambda _name: size,
         "_add": lambda space, piece: issue(lambda: space.add_(piece)),
     }
-    with by_streams(), patch.multiple(row_collectives, **added), torch.no_grad():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    return found + [f"rank {rank} does not end" for rank, thread in enumerate(threads) if thread.is_alive()]
+    with patch.multiple(row_collectives, **added):
+        return on_threads(work, size) + found
 
 
 @pytest.mark.parametrize("size", [2, 3])
