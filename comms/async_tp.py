@@ -14,10 +14,11 @@ The gathered x is not kept for backward: the shard is, and it travels again whil
 one gather. A weight's gradient is one product over all rows: it accumulates in fp32 inside and is rounded once.
 
 The order of work: a gather multiplies this rank's rows first, then those of the ranks after it as they come; a scatter
-computes for the ranks after it first and for itself last. Neither shows in results: rows are put in their places, and
-parts are rounded to the dtype of x, then summed in fp32 in ascending rank order and rounded once. Two GPUs round a part
-less: a rank's own product is added to the other's part before it is rounded. Small products take the plain path: a
-collective and then the product, or the other way round; forward's gathered rows are then kept.
+computes for the ranks after it first and for itself last; a gather's backward computes weight gradients between the
+two, while dx travels. None of it shows in results: rows are put in their places, and parts are rounded to the dtype of
+x, then summed in fp32 in ascending rank order and rounded once. Two GPUs round a part less: a rank's own product is
+added to the other's part before it is rounded. Small products take the plain path: a collective and then the product,
+or the other way round; forward's gathered rows are then kept.
 
 Weights may multiply in low precision (comms/products.py). Rows that all weights want coded travel coded, which is what
 would have been made of them after the gather, in half of the bytes or less; the rest travels as it is.
@@ -36,12 +37,12 @@ from comms.collectives import gather_dim, group_size, reduce_scatter
 from comms.operators import operator, register_fake
 from comms.peer_buffers import transport_of
 from comms.products import AS_THEY_ARE, Product, find_product
-from comms.shard_transport import Inbox, Outbox, Transport, as_rows, scattered_shape
+from comms.shard_transport import Inbox, Outbox, Part, Transport, as_rows, scattered_shape
 
 # Multiplications of one rank from which GPUs overlap, over all maps that share a gather, and of a scatter: rows of all
-# ranks x X x Y. With fewer, launches and signals (a gather's in backward) take longer than the transfer that they hide:
-# on two H200 a gather of 2048 rows x 8192 x 4096 wins and one of 2048 x 4096 x 4096 loses; that scatter wins, and
-# smaller ones by less and less (scripts/bench_async_tp.py).
+# ranks x X x Y. With fewer, launches and signals take longer than the transfer that they hide: on two H200 a scatter of
+# half as many loses forward. Gathers win there, too, but the host needs four times as long for one as the device, and
+# twice as long as for the plain path (scripts/bench_async_tp.py).
 GATHER_WORK, SCATTER_WORK = 2**36, 2**35
 # Of four ranks either, and of more in proportion to the others, since each has launches and signals of its own: of four
 # the host needs 2.8 to 4.4 ms for a gather with its backward and 2.0 to 4.1 for a scatter, as long as the device does
@@ -188,20 +189,24 @@ def gather_matmul_backward(
     grads, multiplying = [grad.contiguous() for grad in grads], _divided(products)
     transport = transport_of(x_ORX, group_name)
     found = [x_ORX.new_empty(0) for _ in range(1 + len(weights))]
-    # The shards travel again while dx is computed, and parts of dx while weight gradients are.
-    with _maybe_gathered(transport, x_ORX, any(needs_weights)) as inbox, ExitStack() as stack:
-        outbox = None
-        if needs_x:
-            outbox = stack.enter_context(closing(_outbox(transport, grads[0], x_ORX.shape[2], x_ORX)))
-            prepared = [product.weight_transposed(weight) for product, weight in zip(multiplying, weights, strict=True)]
-            _multiply_and_send(outbox, grads, prepared, multiplying)
-        if inbox is not None:
-            whole = inbox.whole().flatten(0, 1)
-            for number, (product, grad, needed) in enumerate(zip(multiplying, grads, needs_weights, strict=True)):
-                if needed:
-                    found[1 + number] = product.weight_gradient(grad.flatten(0, 1), whole)
-        if outbox is not None:
-            found[0] = outbox.total()
+    dx = None
+    # The shards travel again while the others' dx is computed, and parts of dx while weight gradients are.
+    with ExitStack() as until_summed:
+        with _maybe_gathered(transport, x_ORX, any(needs_weights)) as inbox:
+            if needs_x:
+                # In one piece: it travels for less time than weight gradients take, from some 1000 columns of grads on.
+                sums = _outbox(transport, grads[0], x_ORX.shape[2], x_ORX, in_one=any(needs_weights))
+                outbox = until_summed.enter_context(closing(sums))
+                prepared = [product.weight_transposed(w) for product, w in zip(multiplying, weights, strict=True)]
+                dx = _SumOfProducts(outbox, grads, prepared, multiplying)
+                dx.send()
+            if inbox is not None:
+                whole = inbox.whole().flatten(0, 1)
+                for number, (product, grad, needed) in enumerate(zip(multiplying, grads, needs_weights, strict=True)):
+                    if needed:
+                        found[1 + number] = product.weight_gradient(grad.flatten(0, 1), whole)
+        if dx is not None:
+            found[0] = dx.total()
     return found
 
 
@@ -210,8 +215,9 @@ def matmul_scatter(x_OCX: Tensor, weight_YX: Tensor, group_name: str, product: s
     """(O, R, Y): this rank's rows of the sum over ranks."""
     transport, found = transport_of(x_OCX, group_name), find_product(product)
     with closing(_outbox(transport, x_OCX, weight_YX.shape[0], x_OCX)) as outbox:
-        _multiply_and_send(outbox, [x_OCX.contiguous()], [found.weight(weight_YX)], [found])
-        return outbox.total()
+        y = _SumOfProducts(outbox, [x_OCX.contiguous()], [found.weight(weight_YX)], [found])
+        y.send()
+        return y.total()
 
 
 @operator("matmul_scatter_backward")
@@ -291,18 +297,33 @@ def _maybe_gathered(transport: Transport, x: Tensor, needed: bool) -> Generator[
         yield inbox
 
 
-def _outbox(transport: Transport, x: Tensor, width: int, like: Tensor) -> Outbox:
+def _outbox(transport: Transport, x: Tensor, width: int, like: Tensor, in_one: bool = False) -> Outbox:
     """For products of rows of x, (O, C, ...), and `width` columns."""
-    return transport.scatter((x.shape[0], x.shape[1], width), like)
+    return transport.scatter((x.shape[0], x.shape[1], width), like, in_one)
 
 
-def _multiply_and_send(
-    outbox: Outbox, xs: Sequence[Tensor], weights: Sequence[Any], products: Sequence[Product]
-) -> None:
+class _SumOfProducts:
     """Of the sum over products of x, (O, C, ...), and its weight: to every rank its rows."""
-    factors = list(zip([outbox.split(x) for x in xs], weights, products, strict=True))
-    for part in outbox.parts():
-        space, holds = outbox.space(part)
-        for number, (pieces, weight, product) in enumerate(factors):
-            product.multiply(pieces[part.rank][part.number], weight, space, add=holds or number > 0)
-        outbox.send(part)
+
+    def __init__(
+        self, outbox: Outbox, xs: Sequence[Tensor], weights: Sequence[Any], products: Sequence[Product]
+    ) -> None:
+        self.outbox = outbox
+        self.factors = list(zip([outbox.split(x) for x in xs], weights, products, strict=True))
+        self.of_others, self.own = outbox.parts()
+
+    def send(self) -> None:
+        """Compute what others get. What is computed between this and `total` hides how that travels."""
+        self._compute(self.of_others)
+
+    def total(self) -> Tensor:
+        """(O, R, ...): compute this rank's own rows, to which the others' parts are added."""
+        self._compute(self.own)
+        return self.outbox.total()
+
+    def _compute(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            space, holds = self.outbox.space(part)
+            for number, (pieces, weight, product) in enumerate(self.factors):
+                product.multiply(pieces[part.rank][part.number], weight, space, add=holds or number > 0)
+            self.outbox.send(part)

@@ -54,6 +54,8 @@ from comms.shard_transport import (
 )
 
 Runs = list[Tensor]
+# The widest that torch knows.
+WORD = torch.complex128
 
 DEFAULT_TIMEOUT_SECONDS = 600
 
@@ -68,9 +70,9 @@ class PeerBuffers:
         """See `Transport`."""
         return _BufferInbox(self.gathers, shard_ORX)
 
-    def scatter(self, shape: tuple[int, int, int], like: Tensor) -> Outbox:
+    def scatter(self, shape: tuple[int, int, int], like: Tensor, in_one: bool = False) -> Outbox:
         """See `Transport`."""
-        return _BufferOutbox(self.scatters, shape, like)
+        return _BufferOutbox(self.scatters, shape, like, in_one)
 
 
 class _GatherViews(NamedTuple):
@@ -78,7 +80,7 @@ class _GatherViews(NamedTuple):
 
     # By rank and piece, in runs of memory; of this rank's own buffer all in one piece.
     theirs: dict[int, list[Runs]]
-    own: Runs
+    own: Tensor
     blocks: dict[int, list[tuple[slice, Tensor]]]
 
 
@@ -113,7 +115,7 @@ class _BufferInbox:
         buffer, everything = lane.view(lane.rank, self.shape, dtype), slice(0, self.num_rows)
         return _GatherViews(
             {to: [runs_of(view[:, rows(lane.rank, piece)]) for piece in self.pieces] for to, view in theirs.items()},
-            runs_of(buffer[:, rows(lane.rank, everything)]),
+            buffer[:, rows(lane.rank, everything)],
             {
                 source: [(rows(source, piece), buffer[:, rows(source, piece)]) for piece in self.pieces]
                 for source in others
@@ -130,7 +132,7 @@ class _BufferInbox:
 
     def whole(self) -> Tensor:
         # Not beside products: such a copy takes their thread blocks.
-        copy_runs(runs_of(self.shard), self.views.own)
+        copy_rows(self.shard, self.views.own)
         self._wait_all()
         return self.lane.view(self.lane.rank, self.shape, self.shard.dtype)
 
@@ -158,12 +160,12 @@ class _ScatterViews(NamedTuple):
 
 
 class _BufferOutbox:
-    def __init__(self, lane: Lane, shape: tuple[int, int, int], like: Tensor) -> None:
+    def __init__(self, lane: Lane, shape: tuple[int, int, int], like: Tensor, in_one: bool) -> None:
         outer, num_rows, width = shape
         self.lane, self.dtype = lane, like.dtype
         # Of every rank's part.
         self.shape = lane.size, outer, num_rows // lane.size, width
-        self.pieces = cut_sum(*self.shape[1:3])
+        self.pieces = cut_sum(outer, num_rows // lane.size, in_one)
         lane.reserve(math.prod(self.shape) * like.element_size())
         self.views = lane.keep(("scatter", self.shape, self.dtype, len(self.pieces)), self._views)
         # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum.
@@ -192,7 +194,7 @@ class _BufferOutbox:
             {source: [runs_of(piece) for piece in split(part, self.pieces)] for source, part in theirs.items()},
         )
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> tuple[list[Part], list[Part]]:
         return parts_of_sum(self.lane.rank, self.lane.size, len(self.pieces))
 
     def split(self, x_OCX: Tensor) -> list[list[Tensor]]:
@@ -247,6 +249,23 @@ def copy_runs(source: Runs, target: Runs) -> None:
         target = list(target[0].unbind())
     for run, place in zip(source, target, strict=True):
         _copy(run, place)
+
+
+def copy_rows(source_ORX: Tensor, target_ORX: Tensor) -> None:
+    """By this GPU's thread blocks, in one launch if it can be: run by run takes a third longer (four of 17 MB)."""
+    source, target = _in_words(source_ORX), _in_words(target_ORX)
+    if source_ORX.shape[0] == 1 or source is None or target is None:
+        copy_runs(runs_of(source_ORX), runs_of(target_ORX))
+    else:
+        _copy(source, target)
+
+
+def _in_words(x: Tensor) -> Tensor | None:
+    """The same memory as words of 16 bytes, which a thread moves at once; None: it does not divide."""
+    places = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
+    if x.stride(-1) != 1 or any(place * x.element_size() % WORD.itemsize for place in places):
+        return None
+    return x.view(WORD)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

@@ -12,6 +12,7 @@ Parts are summed in ascending rank order, in fp32, and rounded once.
 Shapes: O whatever comes before the split dim, R rows of one rank's shard, C = N * R rows of all ranks, X width.
 """
 
+import itertools
 import math
 from contextlib import closing
 from typing import Any, cast
@@ -108,7 +109,7 @@ def scattered_rows(x_OCX: Tensor, group_name: str) -> Tensor:
     outer, num_rows, width = x_OCX.shape
     with closing(transport_of(x_OCX, group_name).scatter((outer, num_rows, width), x_OCX)) as outbox:
         pieces = outbox.split(x_OCX)
-        for part in outbox.parts():
+        for part in itertools.chain(*outbox.parts()):
             space, holds = outbox.space(part)
             piece = pieces[part.rank][part.number]
             if holds:

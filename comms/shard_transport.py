@@ -57,8 +57,11 @@ class Inbox(Protocol):
 class Outbox(Protocol):
     """A part of the sum for every rank, on its way there."""
 
-    def parts(self) -> Iterator[Part]:
-        """What products are wanted of, in the order to compute them in."""
+    def parts(self) -> tuple[list[Part], list[Part]]:
+        """What products are wanted of, in the order to compute them in: for the other ranks, and then for this one.
+
+        Between the two there is time for what is not sent, while parts of the others come.
+        """
         ...
 
     def split(self, x_OCX: Tensor) -> list[list[Tensor]]:
@@ -92,8 +95,12 @@ class Transport(Protocol):
         """Send this rank's shard to everyone."""
         ...
 
-    def scatter(self, shape: tuple[int, int, int], like: Tensor) -> Outbox:
-        """Take parts of (O, N * R, X) for everyone, in dtype and on the device of `like`."""
+    def scatter(self, shape: tuple[int, int, int], like: Tensor, in_one: bool = False) -> Outbox:
+        """Take parts of (O, N * R, X) for everyone, in dtype and on the device of `like`.
+
+        Args:
+            in_one: every rank's part is one piece, since something else is computed while it travels.
+        """
         ...
 
 
@@ -118,8 +125,10 @@ def cut(num_rows: int) -> list[slice]:
     return _cut(num_rows, min(-(-num_rows // PIECE_ROWS), MAX_PIECES))
 
 
-def cut_sum(outer: int, num_rows: int) -> list[Piece]:
+def cut_sum(outer: int, num_rows: int, in_one: bool = False) -> list[Piece]:
     """Pieces of a rank's rows of a sum, (O, R, X): whole sequences as long as there are some, which lie in one run."""
+    if in_one:
+        return [(slice(0, outer), slice(0, num_rows))]
     count = max(min(-(-outer * num_rows // SUM_PIECE_ROWS), MAX_PIECES), 1)
     # Of 6 sequences three pieces of two, and not four of one or two; of 5 four all the same.
     even = max(number for number in range(1, count + 1) if outer % number == 0) if outer else 1
@@ -133,11 +142,10 @@ def _cut(length: int, count: int) -> list[slice]:
     return [slice(first, last) for first, last in itertools.pairwise(bounds)]
 
 
-def parts_of_sum(rank: int, size: int, num_pieces: int) -> Iterator[Part]:
+def parts_of_sum(rank: int, size: int, num_pieces: int) -> tuple[list[Part], list[Part]]:
     """For every rank its pieces: first for those after this one, then this one's own."""
-    for to in (*after(rank, size), rank):
-        for number in range(num_pieces):
-            yield Part(to, number)
+    numbers = range(num_pieces)
+    return [Part(to, number) for to in after(rank, size) for number in numbers], [Part(rank, n) for n in numbers]
 
 
 def split(x_ORX: Tensor, pieces: list[Piece]) -> list[Tensor]:
@@ -198,9 +206,9 @@ class Messages:
         """See `Transport`."""
         return _MessageInbox(self, shard_ORX)
 
-    def scatter(self, shape: tuple[int, int, int], like: Tensor) -> Outbox:
+    def scatter(self, shape: tuple[int, int, int], like: Tensor, in_one: bool = False) -> Outbox:
         """See `Transport`."""
-        return _MessageOutbox(self, shape, like)
+        return _MessageOutbox(self, shape, like, in_one)
 
     def isend(self, x: Tensor, to: int, tag: int) -> dist.Work:
         """To a rank of the group."""
@@ -254,11 +262,11 @@ class _MessageInbox:
 
 
 class _MessageOutbox:
-    def __init__(self, via: Messages, shape: tuple[int, int, int], like: Tensor) -> None:
+    def __init__(self, via: Messages, shape: tuple[int, int, int], like: Tensor, in_one: bool) -> None:
         outer, num_rows, width = shape
         self.via = via
         self.found = like.new_empty(via.size, outer, num_rows // via.size, width)
-        self.pieces = cut_sum(*self.found.shape[1:3])
+        self.pieces = cut_sum(outer, num_rows // via.size, in_one)
         self.spaces: dict[Part, Tensor] = {}
         self.sent: list[dist.Work] = []
         self.coming: list[tuple[dist.Work, Tensor, Tensor]] = []
@@ -268,7 +276,7 @@ class _MessageOutbox:
                 part = torch.empty_like(place, memory_format=torch.contiguous_format)
                 self.coming.append((via.irecv(part, source, _SCATTER_TAG + number), part, place))
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> tuple[list[Part], list[Part]]:
         return parts_of_sum(self.via.rank, self.via.size, len(self.pieces))
 
     def split(self, x_OCX: Tensor) -> list[list[Tensor]]:

@@ -194,8 +194,12 @@ def _free(copy: Tensor) -> None:
 def _add_gradient(master: nn.Parameter, gradient: Tensor) -> None:
     with torch.no_grad():
         if master.grad is None:
+            wide = gradient
+            if gradient.dtype != master.dtype:
+                # On GPUs a list is cast in two thirds of the time that `to` takes.
+                wide = torch.empty_like(gradient, dtype=master.dtype)
+                torch._foreach_copy_([wide], [gradient])  # pyright: ignore[reportPrivateImportUsage]
             # Without DTensor.from_local, which takes the host longer than the cast takes the device.
-            wide = gradient.to(master.dtype)
             is_split = isinstance(master, DTensor)
             master.grad = DTensor(wide, master._spec, requires_grad=False) if is_split else wide
         else:

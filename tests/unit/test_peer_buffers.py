@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comms import shard_transport
-from comms.async_tp import _multiply_and_send
+from comms import peer_buffers, shard_transport
+from comms.async_tp import _SumOfProducts
 from comms.lane import Lane, Streams
-from comms.peer_buffers import PeerBuffers
+from comms.peer_buffers import PeerBuffers, copy_rows
 from comms.products import PlainProduct
 from comms.shard_transport import cut, cut_sum, split
 
@@ -80,15 +80,17 @@ def test_lanes_of_buffers_compute_the_same(size: int) -> None:
         whole = shards.transpose(0, 1).flatten(1, 2)
         inbox = ranks[rank].gather(shards[rank])
         time.sleep(chooser.random() * 0.01)
-        outbox = ranks[rank].scatter((*wide[rank].shape[:2], down[rank].shape[0]), shards[rank])
-        _multiply_and_send(outbox, [wide[rank]], [down[rank].t()], [PlainProduct()])
+        in_one = shards.shape[2] == 5
+        outbox = ranks[rank].scatter((2, wide.shape[2], down.shape[1]), shards[rank], in_one)
+        sums = _SumOfProducts(outbox, [wide[rank]], [down[rank].t()], [PlainProduct()])
+        sums.send()
         time.sleep(chooser.random() * 0.01)
         gathered = whole.new_empty(*whole.shape[:2], up[rank].shape[1])
         for rows, block in inbox.blocks():
             PlainProduct().multiply(block, up[rank], gathered[:, rows])
         torch.testing.assert_close(gathered, whole @ up[rank], rtol=1e-12, atol=1e-12)
         assert torch.equal(inbox.whole(), whole)
-        products = outbox.total()
+        products = sums.total()
         outbox.close()
         inbox.close()
         count = shards.shape[2]
@@ -137,3 +139,36 @@ def test_pieces_of_a_sum_cover_it_once(outer: int, num_rows: int) -> None:
     assert wanted / 2 < len(pieces) <= wanted
     if outer >= wanted:
         assert all(rows == slice(0, num_rows) for _, rows in pieces), "whole sequences lie in one run of memory"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("outer", "num_rows", "width", "first"), [(1, 3, 16, 0), (3, 4, 16, 0), (2, 3, 32, 1), (3, 1, 5, 0), (2, 5, 24, 16)]
+)
+def test_rows_are_copied_bit_for_bit_and_nothing_else(
+    dtype: torch.dtype, outer: int, num_rows: int, width: int, first: int
+) -> None:
+    """Bits of all kinds, NaN among them; rows that do not begin where a word does, or end in the midst of one."""
+    generator = torch.Generator().manual_seed(width)
+    size, numbers = dtype.itemsize, outer * num_rows * width
+
+    def random(count: int) -> Tensor:
+        return torch.randint(0, 256, (count * size,), generator=generator, dtype=torch.uint8).view(dtype)
+
+    memory = random(first + numbers)
+    source, whole = memory[first:].view(outer, num_rows, width), random(3 * numbers).view(outer, 3 * num_rows, width)
+    expected = whole.view(torch.uint8).clone()
+    expected[:, num_rows : 2 * num_rows] = source.view(torch.uint8)
+    copy_rows(source, whole[:, num_rows : 2 * num_rows])
+    assert torch.equal(whole.view(torch.uint8), expected)
+
+
+def test_whole_words_are_copied_in_one_launch() -> None:
+    """Rows as they come in training; else it would be one for each sequence."""
+    copies: list[torch.Size] = []
+    whole = torch.zeros(3, 8, 16, dtype=torch.bfloat16)
+    with patch.object(peer_buffers, "_copy", lambda source, target: copies.append(source.shape)):
+        copy_rows(torch.zeros(3, 4, 16, dtype=torch.bfloat16), whole[:, 4:])
+        assert copies == [(3, 4, 2)]
+        copy_rows(torch.zeros(3, 4, 15, dtype=torch.bfloat16), whole[:, 4:, :15])
+    assert copies[1:] == [(4, 15)] * 3

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from comms import peer_buffers, row_collectives, shard_transport
-from comms.async_tp import _multiply_and_send
+from comms.async_tp import _SumOfProducts
 from comms.lane import Lane, Streams
 from comms.peer_buffers import PeerBuffers
 from comms.products import PlainProduct
@@ -188,15 +188,18 @@ def wrong_results(size: int, widths: list[int], seed: int, rows: int = 4) -> lis
                 inbox = ranks[rank].gather(shard)
                 total = None
                 if scatters:
-                    outbox = ranks[rank].scatter((2, size * rows, weights.shape[1]), wide)
-                    _multiply_and_send(outbox, [wide[rank]], [weights[rank].t()], [StreamProduct()])
+                    in_one = len(kept) % 4 > 1
+                    outbox = ranks[rank].scatter((2, size * rows, weights.shape[1]), wide, in_one)
+                    sums = _SumOfProducts(outbox, [wide[rank]], [weights[rank].t()], [StreamProduct()])
+                    sums.send()
                 whole = inbox.whole()
-                if scatters:
-                    total = outbox.total()
-                    outbox.close()
-                kept.append((torch.full_like(whole, float("nan")), total))
-                copied(whole, kept[-1][0])
+                gathered = torch.full_like(whole, float("nan"))
+                copied(whole, gathered)
                 inbox.close()
+                if scatters:
+                    total = sums.total()
+                    outbox.close()
+                kept.append((gathered, total))
                 # Whose memory is then somebody else's.
                 issue(partial(shard.fill_, float("nan")))
             found.extend(finished(streams[rank]))
