@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from moe.linear_maps import local
 from trainer import checkpoint_files as files
 from trainer import train_state
 from trainer.checkpoint_files import CheckpointReader, CheckpointWriter, IncompleteCheckpointError, Manifest
@@ -139,10 +140,12 @@ class Checkpointer:
             written = self._write_tensors(partial, job.tensors)
             self._peers.from_rank0(lambda: self._finish(partial, job, written))
         except Exception as error:
+            # Before what there is of it goes, which makes room.
+            hint = _room_hint(self.folder, job)
             if self._peers.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise RuntimeError(
-                f"the checkpoint of step {job.step} was not saved in {self.folder}: {error}. "
+                f"the checkpoint of step {job.step} was not saved in {self.folder}: {error}. {hint}"
                 f"Checkpoints saved before are as they were (last of this process: step {self.last_step})."
             ) from error
         self.last_step = job.step
@@ -254,6 +257,21 @@ class _Job:
     tensors: dict[str, Tensor]
     extra: bytes
     optimizer: str | None
+
+
+def _room_hint(folder: Path, job: _Job) -> str:
+    """What to do if the file system has less room than one rank's part takes: writers of files do not always say so."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    needed = sum(local(tensor).nbytes for tensor in job.tensors.values())
+    if free >= needed:
+        return ""
+    return (
+        f"The file system is full ({free / 2**20:,.0f} MiB are left, a rank's part takes {needed / 2**20:,.0f}): make "
+        "room, or keep fewer checkpoints (checkpoint.keep_last), and go on with the same run.id. "
+    )
 
 
 # ---- one process without torch.distributed: generating, evaluating, converting

@@ -52,16 +52,20 @@ class JsonLines:
     """Appends JSON objects to a file, one per line and system call."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         if _last_byte(path) not in (b"", b"\n"):
             # A line that a kill tore must not swallow the first one of this attempt.
             os.write(self._file, b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Raises: OSError, e.g. on a full disk."""
+        """Raises: OSError, e.g. on a full disk; names the file."""
         data = (json.dumps(record, allow_nan=False) + "\n").encode()
-        while data:
-            data = data[os.write(self._file, data) :]
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            raise OSError(error.errno, f"{self._path} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
         """Close the file."""

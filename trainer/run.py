@@ -269,11 +269,16 @@ def read_status(path: Path) -> dict[str, Any] | None:
 def replace_file(path: Path, text: str) -> None:
     """Write `text` to `path` so that a crash leaves the old file or the new one, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        # A full disk.
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _check_against_stored(config: Config, path: Path) -> list[Change]:

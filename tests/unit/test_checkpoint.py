@@ -251,6 +251,25 @@ def test_full_disk_is_told_and_harms_nothing(
     assert open_checkpoint(tmp_path).step == 4
 
 
+def test_a_file_system_without_room_is_told_whatever_the_writer_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's writer calls it an enforce that failed."""
+
+    def confused(*_: object) -> int:
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(files._ChecksumStream, "write", confused)
+    saver = checkpointer(tmp_path, asynchronous=False)
+    with pytest.raises(RuntimeError, match="unexpected pos") as plain:
+        saver.save(1, *trained(), {})
+    assert "full" not in str(plain.value), "there is room"
+    usage = shutil.disk_usage(tmp_path)._replace(free=5)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(RuntimeError, match=r"system is full \(0 MiB are left, .*checkpoint.keep_last.* same run.id"):
+        saver.save(1, *trained(), {})
+
+
 def test_a_background_save_that_failed_is_known_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

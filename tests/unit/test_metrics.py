@@ -178,6 +178,20 @@ def test_one_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(writes) == 1 and writes[0].count(b"\n") == 1
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words that the status keeps, too: repr of an OSError has no file name."""
+    import os
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    file = JsonLines(tmp_path / "x.jsonl")
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left") as found:
+        file.write({})
+    assert found.value.errno == 28 and str(tmp_path / "x.jsonl") in repr(found.value)
+
+
 class FakeWandb(types.ModuleType):
     """Stands for the wandb module: remembers what it was asked."""
 

@@ -377,6 +377,18 @@ def test_replacing_a_file_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.
     assert file.read_text() == "old"
 
 
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    replace_file(tmp_path / "status.json", "old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_file(tmp_path / "status.json", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+    assert (tmp_path / "status.json").read_text() == "old"
+
+
 @pytest.mark.parametrize("taken", ["runs", "runs/r1"])
 def test_a_file_in_the_folders_place_is_named(config: Config, tmp_path: Path, taken: str) -> None:
     (tmp_path / taken).parent.mkdir(exist_ok=True)
