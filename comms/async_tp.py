@@ -10,8 +10,9 @@ Each is the other's gradient with respect to x. That of a weight needs all rows 
     dx        scatter(sum_i dy_i @ w_i)               gather dy, dx = dy @ w
     dw        gather x, dw_i = dy_i.T @ x             dw = dy.T @ x, of the same gather
 
-The gathered x is not kept for backward: the shard is, and it travels again while dx is computed. Several weights share
-one gather. A weight's gradient is one product over all rows: it accumulates in fp32 inside and is rounded once.
+The gathered x is not kept for backward: the shard is, and it travels again while the others' dx is computed. Several
+weights share one gather. A weight's gradient is one product over all rows: it accumulates in fp32 inside and is rounded
+once.
 
 The order of work: a gather multiplies this rank's rows first, then those of the ranks after it as they come; a scatter
 computes for the ranks after it first and for itself last; a gather's backward computes weight gradients between the
@@ -40,9 +41,9 @@ from comms.products import AS_THEY_ARE, Product, find_product
 from comms.shard_transport import Inbox, Outbox, Part, Transport, as_rows, scattered_shape
 
 # Multiplications of one rank from which GPUs overlap, over all maps that share a gather, and of a scatter: rows of all
-# ranks x X x Y. With fewer, launches and signals take longer than the transfer that they hide: on two H200 a scatter of
-# half as many loses forward. Gathers win there, too, but the host needs four times as long for one as the device, and
-# longer than for the plain path (scripts/bench_async_tp.py).
+# ranks x X x Y. Below SCATTER_WORK launches and signals of a scatter take longer than the transfer that they hide: on
+# two H200 half as many lose forward. On devices gathers win from there on, too, but below GATHER_WORK the host needs
+# four times as long for one as the device, and longer than for the plain path (scripts/bench_async_tp.py).
 GATHER_WORK, SCATTER_WORK = 2**36, 2**35
 # Of four ranks either, and of more in proportion to the others, since each has launches and signals of its own: of four
 # the host needs 2.8 to 4.4 ms for a gather with its backward and 2.0 to 4.1 for a scatter, as long as the device does
@@ -194,7 +195,8 @@ def gather_matmul_backward(
     with ExitStack() as until_summed:
         with _maybe_gathered(transport, x_ORX, any(needs_weights)) as inbox:
             if needs_x:
-                # In one piece: it travels for less time than weight gradients take, from some 1000 columns of grads on.
+                # In one piece: between two GPUs it travels for less time than the gradients of weights with some 1000
+                # rows take, of many ranks with 2000.
                 sums = _outbox(transport, grads[0], x_ORX.shape[2], x_ORX, in_one=any(needs_weights))
                 outbox = until_summed.enter_context(closing(sums))
                 prepared = [product.weight_transposed(w) for product, w in zip(multiplying, weights, strict=True)]
@@ -303,7 +305,7 @@ def _outbox(transport: Transport, x: Tensor, width: int, like: Tensor, in_one: b
 
 
 class _SumOfProducts:
-    """Of the sum over products of x, (O, C, ...), and its weight: to every rank its rows."""
+    """Of the sum over products of x, (O, C, Y), and its weight: to every rank its rows."""
 
     def __init__(
         self, outbox: Outbox, xs: Sequence[Tensor], weights: Sequence[Any], products: Sequence[Product]
@@ -317,7 +319,7 @@ class _SumOfProducts:
         self._compute(self.of_others)
 
     def total(self) -> Tensor:
-        """(O, R, ...): compute this rank's own rows, to which the others' parts are added."""
+        """(O, R, X): compute this rank's own rows, and add all parts up."""
         self._compute(self.own)
         return self.outbox.total()
 

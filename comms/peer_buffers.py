@@ -78,8 +78,9 @@ class PeerBuffers:
 class _GatherViews(NamedTuple):
     """Of a gather's buffers: where pieces of this rank's shard go, and where pieces of the others' come."""
 
-    # By rank and piece, in runs of memory; of this rank's own buffer all in one piece.
+    # By rank and piece, in runs of memory.
     theirs: dict[int, list[Runs]]
+    # All of it, among the others' rows.
     own: Tensor
     blocks: dict[int, list[tuple[slice, Tensor]]]
 
@@ -262,8 +263,10 @@ def copy_rows(source_ORX: Tensor, target_ORX: Tensor) -> None:
 
 def _in_words(x: Tensor) -> Tensor | None:
     """The same memory as words of 16 bytes, which a thread moves at once; None: it does not divide."""
+    # Memory that torch has not allocated may begin anywhere.
     places = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
-    if x.stride(-1) != 1 or any(place * x.element_size() % WORD.itemsize for place in places):
+    misplaced = x.data_ptr() % WORD.itemsize or any(place * x.element_size() % WORD.itemsize for place in places)
+    if x.stride(-1) != 1 or misplaced:
         return None
     return x.view(WORD)
 

@@ -64,7 +64,7 @@ def threaded_lanes(size: int) -> list[PeerBuffers]:
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_lanes_of_buffers_compute_the_same(size: int) -> None:
-    """Sizes grow and shrink; a gather is open while a scatter runs, as in backward; training comes after inference."""
+    """Sizes grow and shrink; a gather is open while a scatter runs; training comes after inference."""
     ranks, failures = threaded_lanes(size), []
     generator = torch.Generator().manual_seed(0)
     rounds = []
@@ -82,6 +82,7 @@ def test_lanes_of_buffers_compute_the_same(size: int) -> None:
         time.sleep(chooser.random() * 0.01)
         in_one = shards.shape[2] == 5
         outbox = ranks[rank].scatter((2, wide.shape[2], down.shape[1]), shards[rank], in_one)
+        assert not in_one or len(outbox.parts()[1]) == 1
         sums = _SumOfProducts(outbox, [wide[rank]], [down[rank].t()], [PlainProduct()])
         sums.send()
         time.sleep(chooser.random() * 0.01)
@@ -129,6 +130,7 @@ def test_pieces_cover_a_shard_in_order(num_rows: int) -> None:
 def test_pieces_of_a_sum_cover_it_once(outer: int, num_rows: int) -> None:
     """As many as its rows of all sequences ask for: one piece would leave nothing to compute while it travels."""
     pieces = cut_sum(outer, num_rows)
+    assert cut_sum(outer, num_rows, in_one=True) == [(slice(0, outer), slice(0, num_rows))]
     seen = torch.zeros(outer, num_rows, 1)
     for found, piece in zip(split(seen, pieces), pieces, strict=True):
         found += 1
@@ -172,3 +174,19 @@ def test_whole_words_are_copied_in_one_launch() -> None:
         assert copies == [(3, 4, 2)]
         copy_rows(torch.zeros(3, 4, 15, dtype=torch.bfloat16), whole[:, 4:, :15])
     assert copies[1:] == [(4, 15)] * 3
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.arange(3 * 4 * 17).view(3, 4, 17).bfloat16()[..., :16],
+        torch.arange(3 * 4 * 16).view(3, 16, 4).bfloat16().transpose(1, 2),
+        torch.frombuffer(bytearray(3 * 4 * 32 + 2), dtype=torch.bfloat16, offset=2).view(3, 4, 16),
+    ],
+    ids=["rows apart", "transposed", "memory that begins elsewhere"],
+)
+def test_rows_that_are_no_words_are_copied_all_the_same(source: Tensor) -> None:
+    whole = torch.full((3, 8, 16), 7.0, dtype=torch.bfloat16)
+    copy_rows(source, whole[:, 4:])
+    assert torch.equal(whole[:, 4:], source) and bool((whole[:, :4] == 7).all())
+    assert peer_buffers._in_words(source) is None
