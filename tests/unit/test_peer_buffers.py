@@ -181,9 +181,10 @@ def test_whole_words_are_copied_in_one_launch() -> None:
     [
         torch.arange(3 * 4 * 17).view(3, 4, 17).bfloat16()[..., :16],
         torch.arange(3 * 4 * 16).view(3, 16, 4).bfloat16().transpose(1, 2),
+        torch.arange(3 * 4 * 32).view(3, 4, 32).bfloat16()[..., ::2],
         torch.frombuffer(bytearray(3 * 4 * 32 + 2), dtype=torch.bfloat16, offset=2).view(3, 4, 16),
     ],
-    ids=["rows apart", "transposed", "memory that begins elsewhere"],
+    ids=["rows apart", "transposed", "numbers apart", "memory that begins elsewhere"],
 )
 def test_rows_that_are_no_words_are_copied_all_the_same(source: Tensor) -> None:
     whole = torch.full((3, 8, 16), 7.0, dtype=torch.bfloat16)
