@@ -292,7 +292,7 @@ def _open_dataset(path: str, source: SourceConfig, where: str) -> Iterable[dict[
     try:
         import datasets
     except ImportError:
-        raise RuntimeError(f"{where}: kind huggingface needs the package `datasets`: pip install datasets") from None
+        raise ValueError(f"{where}: kind huggingface needs the package `datasets`: pip install datasets") from None
     if not is_local_dataset(path):
         return _fetch_dataset(path, source, where)
     files = dataset_files(path, where)

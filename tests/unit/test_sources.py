@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,12 @@ def test_dataset_column(datasets_folder: Path, column: str) -> None:
 def test_damaged_dataset_is_named(datasets_folder: Path, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         read(SourceConfig(kind="huggingface", paths=[str(datasets_folder / name)]))
+
+
+def test_a_missing_package_is_told_as_a_mistake(datasets_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="pip install datasets"):
+        read(SourceConfig(kind="huggingface", paths=[str(datasets_folder / "saved")]))
 
 
 def test_dataset_that_is_nowhere(datasets_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
