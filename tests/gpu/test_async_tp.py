@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn import functional as F
 
-from comms import async_tp, peer_buffers
+from comms import async_tp, peer_buffers, shard_transport
 from comms.async_tp import all_gather_matmul, matmul_reduce_scatter
 from comms.collectives import gather_dim, reduce_scatter
 from comms.products import AS_THEY_ARE, register_product
@@ -170,6 +170,11 @@ def a_thousand_rounds_with_delays(device: torch.device) -> None:
     assert int(wrong) == 0
 
 
+def a_thousand_rounds_in_pieces(device: torch.device) -> None:
+    with patch.multiple(shard_transport, PIECE_ROWS=128, SUM_PIECE_ROWS=256):
+        a_thousand_rounds_with_delays(device)
+
+
 def the_host_waits_for_nothing(device: torch.device) -> None:
     given = operands(device, torch.bfloat16, 2048)
     results((layer(*given),), list(given))
@@ -286,6 +291,7 @@ CHECKS: dict[str, Check] = {
         compiled,
         models_equal_those_without,
         a_thousand_rounds_with_delays,
+        a_thousand_rounds_in_pieces,
         case_63_inductor_fuses_and_counts,
     )
 }

@@ -149,6 +149,8 @@ ROUNDS = [
     Round("scatter_backward", (2, 4, 6)),
     Round("gather_backward", (1, 8, 6)),
     Round("gather_backward", (3, 1, 4), needs_x=False),
+    Round("scatter", (1, 2, 6)),
+    Round("gather_backward", (2, 1, 3), needs_weights=(False,)),
     Round("scatter", (2, 5, 3)),
     Round("gather_backward", (2, 5, 3), needs_weights=(True, False, True)),
     Round("scatter_backward", (2, 5, 3), needs_x=False),
