@@ -43,7 +43,7 @@ from comms.shard_transport import Inbox, Outbox, Part, Transport, as_rows, scatt
 # Multiplications of one rank from which GPUs overlap, over all maps that share a gather, and of a scatter: rows of all
 # ranks x X x Y. Below SCATTER_WORK launches and signals of a scatter take longer than the transfer that they hide: on
 # two H200 half as many lose forward. On devices gathers win from there on, too, but below GATHER_WORK the host needs
-# four times as long for one as the device, and longer than for the plain path (scripts/bench_async_tp.py).
+# four to six times as long for one as the device, and longer than for the plain path (scripts/bench_async_tp.py).
 GATHER_WORK, SCATTER_WORK = 2**36, 2**35
 # Of four ranks either, and of more in proportion to the others, since each has launches and signals of its own: of four
 # the host needs 2.8 to 4.4 ms for a gather with its backward and 2.0 to 4.1 for a scatter, as long as the device does

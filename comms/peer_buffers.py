@@ -170,8 +170,8 @@ class _BufferOutbox:
         self.pieces = cut_sum(outer, num_rows // lane.size, in_one)
         lane.reserve(math.prod(self.shape) * like.element_size())
         self.views = lane.keep(("scatter", self.shape, self.dtype, len(self.pieces)), self._views)
-        # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum, unless its
-        # own product would wait for it while the only piece travels.
+        # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum, unless
+        # this one's product would wait for it while the only piece travels.
         self.adds = lane.size == 2 and (in_one or len(self.pieces) > 1)
         self.found = like.new_empty(1 if self.adds else lane.size, *self.shape[1:])
         self.sums = [split(part, self.pieces) for part in self.found.unbind()]

@@ -13,15 +13,15 @@ Cases: `gather` multiplies [M / ranks, K] per rank, gathered along M, by [K, N /
 
     matmul   the products alone: whole operands are there, nothing travels
     nccl     all-gather and then the product; product and then reduce-scatter (comms/collectives.py): the plain path,
-             which small products take; `ours` should win from `work_to_overlap` on
+             which small products take; `ours` should win from `work_to_overlap` on, forward and backward together
     torch    torch.ops.symm_mem.fused_*; the gather for dW, which has no fused operator, by NCCL. Only if asked for
              (--sides matmul,nccl,torch,ours, few sizes): beside others it did not end in two of three runs
     ours     comms/async_tp.py and comms/row_collectives.py, overlapped at every size
 
 A time is the median over rounds of the slowest rank, launches already queued. `/ matmul` stands for "time over that of
 the products alone"; `host` is how long the host is busy with forward and backward; `error` is the norm-wise difference
-of output and gradients from nccl's. `block` is two dense blocks of a model under tp with parallel.async_tp none and
-native, forward and backward of 4 sequences of 4096 tokens, compiled on GPUs as the trainer compiles them.
+of output and gradients from nccl's, of rank 0. `block` is two dense blocks of a model under tp with parallel.async_tp
+none and native, forward and backward of 4 sequences of 4096 tokens, compiled on GPUs as the trainer compiles them.
 
 The result goes into benchmarks/async_tp_CARD.json. Exit code: 0 done, 2 wrong usage; a failed process ends the program
 with its traceback.
