@@ -83,7 +83,8 @@ class MetricsFile:
     """The metrics.jsonl of one attempt.
 
     Args:
-        add: keep what earlier attempts wrote about a step, and add to it (an evaluation of a run that has ended).
+        add: keep what earlier attempts wrote about a step, and add to it in their name (an evaluation, which may be of
+            an earlier checkpoint).
     """
 
     def __init__(self, path: Path, attempt: int, eval_sets: Iterable[str], *, add: bool = False) -> None:
@@ -106,13 +107,18 @@ class MetricsFile:
         before = self._last if self._last.get("step") == step else self._earlier.get(step, {})
         if self._last and step < self._last["step"]:
             raise ValueError(f"metrics of step {step} after those of step {self._last['step']}")
-        record = {**before, "step": step, "tokens": tokens, "time": time.time(), "attempt": self._attempt}
+        record = {**before, "step": step, "tokens": tokens, "time": time.time(), "attempt": self._attempt_of(step)}
         for name in self._names:
             value = finite(values.get(name))
             record[name] = before.get(name) if value is None else value
         self._lines.write(record)
         self._last = record
         return record
+
+    def _attempt_of(self, step: int) -> int:
+        """Whoever trained to there, as far as that is known."""
+        known = [earlier for earlier in self._earlier if earlier <= step]
+        return self._earlier[max(known)]["attempt"] if known else self._attempt
 
     def close(self) -> None:
         """Close the file."""
@@ -127,20 +133,28 @@ def finite(value: Any) -> Any:
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl (or of the run folder that holds one), ordered by step.
 
-    Of several lines of a step the one of the newest attempt counts, and of these the last. Lines that a kill tore are
-    left out.
+    Of several lines of a step the one of the newest attempt counts, and of these the last. What earlier attempts had
+    from the first step of a later one on is left out: it is of weights that the run has left. So are lines that a kill
+    tore.
     """
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
     newest: dict[int, dict[str, Any]] = {}
+    began: dict[int, int] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         record = _parse(line)
         if record is None:
             continue
+        began.setdefault(record["attempt"], record["step"])
         known = newest.get(record["step"])
         if known is None or record["attempt"] >= known["attempt"]:
             newest[record["step"]] = record
-    return [newest[step] for step in sorted(newest)]
+    found = [newest[step] for step in sorted(newest)]
+    return [record for record in found if not _is_left(record, began)]
+
+
+def _is_left(record: Mapping[str, Any], began: Mapping[int, int]) -> bool:
+    return any(attempt > record["attempt"] and step <= record["step"] for attempt, step in began.items())
 
 
 def _parse(line: str) -> dict[str, Any] | None:

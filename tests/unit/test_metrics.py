@@ -166,6 +166,24 @@ def test_readers_see_one_value_per_step_and_the_newest_attempt(tmp_path: Path) -
     assert read == read_metrics(path)
 
 
+def test_readers_do_not_see_what_a_run_that_went_back_has_left(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for attempt, steps in ((1, (10, 20, 30, 40, 50)), (2, (20, 30)), (3, (40,))):
+        writer = MetricsFile(path, attempt, [])
+        for step in steps:
+            writer.write(step, 0, {"train/loss": float(attempt)})
+        writer.close()
+    assert [(line["step"], line["attempt"]) for line in read_metrics(path)] == [(10, 1), (20, 2), (30, 2), (40, 3)]
+    # An evaluation of an earlier checkpoint, after an attempt that was killed before its first line.
+    writer = MetricsFile(path, 4, ["a"], add=True)
+    writer.write(10, 0, {"eval/a/loss": 1.0})
+    writer.write(25, 0, {"eval/a/loss": 1.0})
+    writer.close()
+    read = read_metrics(path)
+    assert [(line["step"], line["attempt"]) for line in read] == [(10, 1), (20, 2), (25, 2), (30, 2), (40, 3)]
+    assert (read[0]["train/loss"], read[0]["eval/a/loss"]) == (1.0, 1.0)
+
+
 def test_one_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
