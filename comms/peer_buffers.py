@@ -17,8 +17,7 @@ a scatter are under way, what the gather brings is wanted first. What a scatter 
 its own, since between products or copies it would hold them up (a product of 90 us for 10 to 20, measured). What a
 gather brings is read where it arrived, since it came before it was wanted; what a scatter brings goes into the memory
 of the result. Of two ranks, products of this rank's own rows are added to that as they are computed, so that nothing is
-left to add up behind them; of more, and of a single piece with nothing else to compute meanwhile, parts are added up in
-the end.
+left to add up behind them; of more, parts are added up in the end.
 
 A signal is one word that the sender turns from 0 to 1 (after its copies, at system scope) and the receiver back:
 nothing is ever reset, so a captured graph can replay. The first use of a buffer needs no credit. Waits are bounded by
@@ -170,9 +169,8 @@ class _BufferOutbox:
         self.pieces = cut_sum(outer, num_rows // lane.size, in_one)
         lane.reserve(math.prod(self.shape) * like.element_size())
         self.views = lane.keep(("scatter", self.shape, self.dtype, len(self.pieces)), self._views)
-        # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum, unless
-        # this one's product would wait for it while the only piece travels.
-        self.adds = lane.size == 2 and (in_one or len(self.pieces) > 1)
+        # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum.
+        self.adds = lane.size == 2
         self.found = like.new_empty(1 if self.adds else lane.size, *self.shape[1:])
         self.sums = [split(part, self.pieces) for part in self.found.unbind()]
         # When a receiver's part may be written to, and when pieces of the others' parts have come.
