@@ -17,9 +17,10 @@ once.
 The order of work: a gather multiplies this rank's rows first, then those of the ranks after it as they come; a scatter
 computes for the ranks after it first and for itself last; a gather's backward computes weight gradients between the
 two, while dx travels. None of it shows in results: rows are put in their places, and parts are rounded to the dtype of
-x, then summed in fp32 in ascending rank order and rounded once. Two GPUs round a part less: a rank's own product is
-added to the other's part before it is rounded. Small products take the plain path: a collective and then the product,
-or the other way round; forward's gathered rows are then kept.
+x, then summed in fp32 in ascending rank order and rounded once. Of two GPUs a rank's own product adds itself to the
+other's part; cuBLAS on Hopper rounds it before, so that bits are the plain path's where it takes the same kernel for a
+piece as for the whole. Only dx of several weights is summed in another order. Small products take the plain path: a
+collective and then the product, or the other way round; forward's gathered rows are then kept.
 
 Weights may multiply in low precision (comms/products.py). Rows that all weights want coded travel coded, which is what
 would have been made of them after the gather, in half of the bytes or less; the rest travels as it is.

@@ -1,9 +1,10 @@
 """Matmuls while rows travel between two GPUs, against NCCL and whole products in the same processes; CASE 56.
 
-In fp64 only the order of sums differs (1e-12). One rounding to bf16 is 1.6e-3, norm-wise: that much gathered rows may
-differ. A sum of two ranks is rounded as a part and as a whole, without overlap as two parts and as a whole: by 2.5e-3.
-dx of three maps, the most here, is rounded after each of them, by its part of the sum 3.5 times in squares, 3.7 without
-overlap: they differ by 4.4e-3. Each check runs on both ranks; what it raised is the test's failure.
+In fp64 only the order of sums differs (1e-12). One rounding to bf16 is 1.6e-3, norm-wise: that much what is gathered or
+multiplied as a whole may differ, where kernels do. A sum of two ranks would differ by 2.5e-3 from NCCL's if the product
+that is added to the other's part were not rounded before; cuBLAS on H200 rounds it, and they are equal. dx of three
+maps, the most here, is rounded after each of them, by its part of the sum 3.5 times in squares, 3.7 without overlap:
+they differ by 4.4e-3. Each check runs on both ranks; what it raised is the test's failure.
 """
 
 import os
@@ -37,7 +38,7 @@ from trainer.worker_pool import free_port
 pytestmark = pytest.mark.multi_gpu(2, may_share=True)
 
 BOUNDS = {torch.float64: 1e-12, torch.bfloat16: 6e-3}
-# Of results alone.
+# Of what is gathered or multiplied as a whole, and of a sum of two.
 GATHER_BOUNDS, SCATTER_BOUNDS = ({torch.float64: 1e-12, torch.bfloat16: bound} for bound in (1.6e-3, 3e-3))
 # No plain path, and only that.
 ALWAYS, NEVER = 0, 2**62
@@ -58,9 +59,10 @@ def results(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
     return [y.detach() for y in outputs] + list(torch.autograd.grad(outputs, inputs, grads))
 
 
-def assert_close(ours: list[Tensor], theirs: list[Tensor], bound: float) -> None:
-    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert relative_error(a, b) <= bound, f"{index}: {relative_error(a, b)}"
+def assert_close(ours: list[Tensor], theirs: list[Tensor], bound: float | list[float]) -> None:
+    bounds = bound if isinstance(bound, list) else [bound] * len(ours)
+    for index, (a, b, most) in enumerate(zip(ours, theirs, bounds, strict=True)):
+        assert relative_error(a, b) <= most, f"{index}: {relative_error(a, b)}"
 
 
 def check_gather(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], dim: int, widths: list[int]) -> None:
@@ -69,16 +71,18 @@ def check_gather(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...
     ours = results(all_gather_matmul(x, weights, dim, world(), ALWAYS), [x, *weights])
     whole = gather_dim(x, dim, world())
     theirs = results(tuple(F.linear(whole, weight) for weight in weights), [x, *weights])
-    assert_close(ours[: len(weights)], theirs[: len(weights)], GATHER_BOUNDS[dtype])
-    assert_close(ours, theirs, BOUNDS[dtype])
+    # y, dx, dw.
+    sizes = len(weights), 1, len(weights)
+    bounds = GATHER_BOUNDS[dtype], (SCATTER_BOUNDS if len(weights) == 1 else BOUNDS)[dtype], GATHER_BOUNDS[dtype]
+    assert_close(ours, theirs, [bound for bound, size in zip(bounds, sizes, strict=True) for _ in range(size)])
 
 
 def check_scatter(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], dim: int, width: int) -> None:
     x, weight = random_tensor(device, dtype, *shape), random_tensor(device, dtype, width, shape[-1], seed=1)
     ours = results((matmul_reduce_scatter(x, weight, dim, world(), ALWAYS),), [x, weight])
     theirs = results((reduce_scatter(F.linear(x, weight), dim, world()),), [x, weight])
-    assert_close(ours[:1], theirs[:1], SCATTER_BOUNDS[dtype])
-    assert_close(ours, theirs, BOUNDS[dtype])
+    # y, dx, dw.
+    assert_close(ours, theirs, [SCATTER_BOUNDS[dtype], GATHER_BOUNDS[dtype], GATHER_BOUNDS[dtype]])
 
 
 def case_56_fused_equals_unfused_at_every_dim(device: torch.device) -> None:
