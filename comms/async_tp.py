@@ -39,7 +39,7 @@ from comms.collectives import gather_dim, group_size, reduce_scatter
 from comms.operators import operator, register_fake
 from comms.peer_buffers import transport_of
 from comms.products import AS_THEY_ARE, Product, find_product
-from comms.shard_transport import Inbox, Outbox, Part, Transport, as_rows, scattered_shape
+from comms.shard_transport import Inbox, Part, Transport, as_rows, scattered_shape
 
 # Multiplications of one rank from which GPUs overlap, over all maps that share a gather, and of a scatter: rows of all
 # ranks x X x Y. Below SCATTER_WORK launches and signals of a scatter take longer than the transfer that they hide: on
@@ -196,12 +196,11 @@ def gather_matmul_backward(
     with ExitStack() as until_summed:
         with _maybe_gathered(transport, x_ORX, any(needs_weights)) as inbox:
             if needs_x:
+                prepared = [product.weight_transposed(w) for product, w in zip(multiplying, weights, strict=True)]
                 # In one piece: between two GPUs it travels for less time than the gradients of weights with some 1000
                 # rows take, of many ranks with 2000.
-                sums = _outbox(transport, grads[0], x_ORX.shape[2], x_ORX, in_one=any(needs_weights))
-                outbox = until_summed.enter_context(closing(sums))
-                prepared = [product.weight_transposed(w) for product, w in zip(multiplying, weights, strict=True)]
-                dx = _SumOfProducts(outbox, grads, prepared, multiplying)
+                sums = _SumOfProducts(transport, grads, prepared, multiplying, x_ORX.shape[2], any(needs_weights))
+                dx = until_summed.enter_context(closing(sums))
                 dx.send()
             if inbox is not None:
                 whole = inbox.whole().flatten(0, 1)
@@ -217,8 +216,8 @@ def gather_matmul_backward(
 def matmul_scatter(x_OCX: Tensor, weight_YX: Tensor, group_name: str, product: str) -> Tensor:
     """(O, R, Y): this rank's rows of the sum over ranks."""
     transport, found = transport_of(x_OCX, group_name), find_product(product)
-    with closing(_outbox(transport, x_OCX, weight_YX.shape[0], x_OCX)) as outbox:
-        y = _SumOfProducts(outbox, [x_OCX.contiguous()], [found.weight(weight_YX)], [found])
+    xs, prepared = [x_OCX.contiguous()], [found.weight(weight_YX)]
+    with closing(_SumOfProducts(transport, xs, prepared, [found], weight_YX.shape[0])) as y:
         y.send()
         return y.total()
 
@@ -300,29 +299,35 @@ def _maybe_gathered(transport: Transport, x: Tensor, needed: bool) -> Generator[
         yield inbox
 
 
-def _outbox(transport: Transport, x: Tensor, width: int, like: Tensor, in_one: bool = False) -> Outbox:
-    """For products of rows of x, (O, C, ...), and `width` columns."""
-    return transport.scatter((x.shape[0], x.shape[1], width), like, in_one)
-
-
 class _SumOfProducts:
-    """Of the sum over products of x, (O, C, Y), and its weight: to every rank its rows."""
+    """Of the sum over products of x, (O, C, Y), and its weight, (O, C, width): to every rank its rows."""
 
     def __init__(
-        self, outbox: Outbox, xs: Sequence[Tensor], weights: Sequence[Any], products: Sequence[Product]
+        self,
+        transport: Transport,
+        xs: Sequence[Tensor],
+        weights: Sequence[Any],
+        products: Sequence[Product],
+        width: int,
+        in_one_piece: bool = False,
     ) -> None:
-        self.outbox = outbox
-        self.factors = list(zip([outbox.split(x) for x in xs], weights, products, strict=True))
-        self.of_others, self.own = outbox.parts()
+        outer, num_rows = xs[0].shape[:2]
+        self.outbox = transport.scatter((outer, num_rows, width), xs[0], in_one_piece)
+        self.factors = list(zip([self.outbox.split(x) for x in xs], weights, products, strict=True))
+        self.of_others, self.own = self.outbox.parts()
 
     def send(self) -> None:
         """Compute what others get. What is computed between this and `total` hides how that travels."""
         self._compute(self.of_others)
 
     def total(self) -> Tensor:
-        """(O, R, X): compute this rank's own rows, and add all parts up."""
+        """(O, R, width): compute this rank's own rows, and add all parts up."""
         self._compute(self.own)
         return self.outbox.total()
+
+    def close(self) -> None:
+        """Nothing that came is read any more."""
+        self.outbox.close()
 
     def _compute(self, parts: Sequence[Part]) -> None:
         for part in parts:

@@ -70,9 +70,9 @@ class PeerBuffers:
         """See `Transport`."""
         return _BufferInbox(self.gathers, shard_ORX)
 
-    def scatter(self, shape: tuple[int, int, int], like: Tensor, in_one: bool = False) -> Outbox:
+    def scatter(self, shape: tuple[int, int, int], like: Tensor, in_one_piece: bool = False) -> Outbox:
         """See `Transport`."""
-        return _BufferOutbox(self.scatters, shape, like, in_one)
+        return _BufferOutbox(self.scatters, shape, like, in_one_piece)
 
 
 class _GatherViews(NamedTuple):
@@ -161,12 +161,12 @@ class _ScatterViews(NamedTuple):
 
 
 class _BufferOutbox:
-    def __init__(self, lane: Lane, shape: tuple[int, int, int], like: Tensor, in_one: bool) -> None:
+    def __init__(self, lane: Lane, shape: tuple[int, int, int], like: Tensor, in_one_piece: bool) -> None:
         outer, num_rows, width = shape
         self.lane, self.dtype = lane, like.dtype
         # Of every rank's part.
         self.shape = lane.size, outer, num_rows // lane.size, width
-        self.pieces = cut_sum(outer, num_rows // lane.size, in_one)
+        self.pieces = cut_sum(outer, num_rows // lane.size, in_one_piece)
         lane.reserve(math.prod(self.shape) * like.element_size())
         self.views = lane.keep(("scatter", self.shape, self.dtype, len(self.pieces)), self._views)
         # By rank, this one's own among them; of two ranks, the one part that is both the other's and the sum.
@@ -255,20 +255,18 @@ def copy_runs(source: Runs, target: Runs) -> None:
 def copy_rows(source_ORX: Tensor, target_ORX: Tensor) -> None:
     """By this GPU's thread blocks, in one launch if it can be: run by run takes a third longer (four of 17 MB)."""
     source, target = _in_words(source_ORX), _in_words(target_ORX)
-    if source_ORX.shape[0] == 1 or source is None or target is None:
+    if source is None or target is None:
         copy_runs(runs_of(source_ORX), runs_of(target_ORX))
     else:
         _copy(source, target)
 
 
 def _in_words(x: Tensor) -> Tensor | None:
-    """The same memory as words of 16 bytes, which a thread moves at once; None: it does not divide."""
+    """The same memory as words of 16 bytes, which a thread moves at once; None: it does not divide into them."""
+    places = [place * x.element_size() for place in (*x.stride()[:-1], x.storage_offset(), x.shape[-1])]
     # Memory that torch has not allocated may begin anywhere.
-    places = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
-    misplaced = x.data_ptr() % WORD.itemsize or any(place * x.element_size() % WORD.itemsize for place in places)
-    if x.stride(-1) != 1 or misplaced:
-        return None
-    return x.view(WORD)
+    places.append(x.data_ptr())
+    return x.view(WORD) if x.stride(-1) == 1 and not any(place % WORD.itemsize for place in places) else None
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

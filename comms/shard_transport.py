@@ -95,11 +95,11 @@ class Transport(Protocol):
         """Send this rank's shard to everyone."""
         ...
 
-    def scatter(self, shape: tuple[int, int, int], like: Tensor, in_one: bool = False) -> Outbox:
+    def scatter(self, shape: tuple[int, int, int], like: Tensor, in_one_piece: bool = False) -> Outbox:
         """Take parts of (O, N * R, X) for everyone, in dtype and on the device of `like`.
 
         Args:
-            in_one: every rank's part is one piece, since something else is computed while it travels.
+            in_one_piece: every rank's part is one piece, since something else is computed while it travels.
         """
         ...
 
@@ -125,9 +125,9 @@ def cut(num_rows: int) -> list[slice]:
     return _cut(num_rows, min(-(-num_rows // PIECE_ROWS), MAX_PIECES))
 
 
-def cut_sum(outer: int, num_rows: int, in_one: bool = False) -> list[Piece]:
+def cut_sum(outer: int, num_rows: int, in_one_piece: bool = False) -> list[Piece]:
     """Pieces of a rank's rows of a sum, (O, R, X): whole sequences as long as there are some, which lie in one run."""
-    if in_one:
+    if in_one_piece:
         return [(slice(0, outer), slice(0, num_rows))]
     count = max(min(-(-outer * num_rows // SUM_PIECE_ROWS), MAX_PIECES), 1)
     # Of 6 sequences three pieces of two, and not four of one or two; of 5 four all the same.
@@ -206,9 +206,9 @@ class Messages:
         """See `Transport`."""
         return _MessageInbox(self, shard_ORX)
 
-    def scatter(self, shape: tuple[int, int, int], like: Tensor, in_one: bool = False) -> Outbox:
+    def scatter(self, shape: tuple[int, int, int], like: Tensor, in_one_piece: bool = False) -> Outbox:
         """See `Transport`."""
-        return _MessageOutbox(self, shape, like, in_one)
+        return _MessageOutbox(self, shape, like, in_one_piece)
 
     def isend(self, x: Tensor, to: int, tag: int) -> dist.Work:
         """To a rank of the group."""
@@ -262,11 +262,11 @@ class _MessageInbox:
 
 
 class _MessageOutbox:
-    def __init__(self, via: Messages, shape: tuple[int, int, int], like: Tensor, in_one: bool) -> None:
+    def __init__(self, via: Messages, shape: tuple[int, int, int], like: Tensor, in_one_piece: bool) -> None:
         outer, num_rows, width = shape
         self.via = via
         self.found = like.new_empty(via.size, outer, num_rows // via.size, width)
-        self.pieces = cut_sum(outer, num_rows // via.size, in_one)
+        self.pieces = cut_sum(outer, num_rows // via.size, in_one_piece)
         self.spaces: dict[Part, Tensor] = {}
         self.sent: list[dist.Work] = []
         self.coming: list[tuple[dist.Work, Tensor, Tensor]] = []

@@ -16,18 +16,16 @@ from torch import Tensor
 
 from comms import async_tp, peer_buffers, shard_transport
 from comms.products import AS_THEY_ARE, PlainProduct
-from tests.unit.test_peer_buffers import threaded_lanes
+from tests.unit.test_peer_buffers import failures_of_ranks, threaded_lanes
 from tests.unit.test_peer_streams import (
     SLOW_COPIES,
     StreamProduct,
     copied,
+    current,
     finished,
     issue,
     on_threads,
     ranks_of,
-)
-from tests.unit.test_peer_streams import (
-    _current as current,
 )
 
 GRADIENT, GATHERED, SUMMED = "weight gradient", "gather closed", "scatter closed"
@@ -41,7 +39,7 @@ def names(weights: list[Any]) -> str:
 
 def steps_of_backward(size: int, needs_x: bool, needs_weights: list[bool]) -> list[list[object]]:
     """Of every rank: products by their number of rows, weight gradients, and which lane is given back when."""
-    ranks, mine, failures = threaded_lanes(size), threading.local(), []
+    ranks, mine = threaded_lanes(size), threading.local()
     steps: list[list[object]] = [[] for _ in range(size)]
 
     class Noted(PlainProduct):
@@ -65,13 +63,9 @@ def steps_of_backward(size: int, needs_x: bool, needs_weights: list[bool]) -> li
 
     def work(rank: int) -> None:
         mine.rank = rank
-        try:
-            with torch.no_grad():
-                async_tp.gather_matmul_backward(
-                    [grad] * count, x, [weight] * count, "peers", names(needs_weights), needs_x, needs_weights
-                )
-        except BaseException as failure:
-            failures.append(repr(failure))
+        asked = names(needs_weights), needs_x, needs_weights
+        with torch.no_grad():
+            async_tp.gather_matmul_backward([grad] * count, x, [weight] * count, "peers", *asked)
 
     inbox, outbox = peer_buffers._BufferInbox, peer_buffers._BufferOutbox
     with (
@@ -80,12 +74,7 @@ def steps_of_backward(size: int, needs_x: bool, needs_weights: list[bool]) -> li
         patch.object(outbox, "close", noting(SUMMED, outbox.close)),
         patch.multiple(shard_transport, SUM_PIECE_ROWS=4),
     ):
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-    assert not failures and not any(thread.is_alive() for thread in threads), failures
+        assert failures_of_ranks(work, size) == []
     return steps
 
 
@@ -214,19 +203,16 @@ def wrong_operators(size: int, seed: int) -> list[str]:
     def work(rank: int) -> None:
         current.streams, current.rank = [streams[rank]["compute"]], rank
         kept: list[list[Tensor]] = []
-        try:
-            for asked, given in rounds:
-                mine = given.of(rank)
-                results = results_of(asked, mine)
-                kept.append([torch.full_like(result, float("nan")) for result in results])
-                for result, place in zip(results, kept[-1], strict=True):
-                    copied(result, place)
-                # Whose memory is then somebody else's.
-                for used in (mine.x, mine.wide, mine.grad, *mine.weights, *mine.grads):
-                    issue(partial(used.fill_, float("nan")))
-            found.extend(finished(streams[rank]))
-        except BaseException as failure:
-            found.append(repr(failure))
+        for asked, given in rounds:
+            mine = given.of(rank)
+            results = results_of(asked, mine)
+            kept.append([torch.full_like(result, float("nan")) for result in results])
+            for result, place in zip(results, kept[-1], strict=True):
+                copied(result, place)
+            # Whose memory is then somebody else's.
+            for used in (mine.x, mine.wide, mine.grad, *mine.weights, *mine.grads):
+                issue(partial(used.fill_, float("nan")))
+        found.extend(finished(streams[rank]))
         for number, ((asked, given), results) in enumerate(zip(rounds, kept, strict=False)):
             for place, (a, b) in enumerate(zip(results, expected_of(asked, given, rank), strict=True)):
                 if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-9, atol=1e-9):

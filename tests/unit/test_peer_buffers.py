@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from threading import Barrier, Condition, Thread
@@ -62,10 +63,28 @@ def threaded_lanes(size: int) -> list[PeerBuffers]:
     return [PeerBuffers(*pair) for pair in zip(*lanes, strict=True)]
 
 
+def failures_of_ranks(work: Callable[[int], object], size: int) -> list[str]:
+    """Run every rank's work, each on a thread of its own: what it raised, and who does not end."""
+    failures: list[str] = []
+
+    def run(rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as failure:
+            failures.append(f"rank {rank}: {failure!r}")
+
+    threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return failures + [f"rank {rank} does not end" for rank, thread in enumerate(threads) if thread.is_alive()]
+
+
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_lanes_of_buffers_compute_the_same(size: int) -> None:
     """Sizes grow and shrink; a gather is open while a scatter runs; training comes after inference."""
-    ranks, failures = threaded_lanes(size), []
+    ranks = threaded_lanes(size)
     generator = torch.Generator().manual_seed(0)
     rounds = []
     for rows in (3, 5, 1, 8, 8):
@@ -80,10 +99,11 @@ def test_lanes_of_buffers_compute_the_same(size: int) -> None:
         whole = shards.transpose(0, 1).flatten(1, 2)
         inbox = ranks[rank].gather(shards[rank])
         time.sleep(chooser.random() * 0.01)
-        in_one = shards.shape[2] == 5
-        outbox = ranks[rank].scatter((2, wide.shape[2], down.shape[1]), shards[rank], in_one)
-        assert not in_one or len(outbox.parts()[1]) == 1
-        sums = _SumOfProducts(outbox, [wide[rank]], [down[rank].t()], [PlainProduct()])
+        in_one_piece = shards.shape[2] == 5
+        sums = _SumOfProducts(
+            ranks[rank], [wide[rank]], [down[rank].t()], [PlainProduct()], down.shape[1], in_one_piece
+        )
+        assert not in_one_piece or len(sums.own) == 1
         sums.send()
         time.sleep(chooser.random() * 0.01)
         gathered = whole.new_empty(*whole.shape[:2], up[rank].shape[1])
@@ -92,7 +112,7 @@ def test_lanes_of_buffers_compute_the_same(size: int) -> None:
         torch.testing.assert_close(gathered, whole @ up[rank], rtol=1e-12, atol=1e-12)
         assert torch.equal(inbox.whole(), whole)
         products = sums.total()
-        outbox.close()
+        sums.close()
         inbox.close()
         count = shards.shape[2]
         parts = [(wide[r] @ down[r].t())[:, rank * count : (rank + 1) * count] for r in range(size)]
@@ -100,20 +120,12 @@ def test_lanes_of_buffers_compute_the_same(size: int) -> None:
 
     def work(rank: int) -> None:
         chooser = random.Random(rank)
-        try:
-            for number, data in enumerate(rounds):
-                with torch.inference_mode(number == 3):
-                    check(rank, chooser, *data)
-        except BaseException as error:
-            failures.append((rank, repr(error)))
+        for number, data in enumerate(rounds):
+            with torch.inference_mode(number == 3):
+                check(rank, chooser, *data)
 
-    threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     with patch.multiple(shard_transport, PIECE_ROWS=2, SUM_PIECE_ROWS=2), torch.no_grad():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert not failures and not any(thread.is_alive() for thread in threads)
+        assert failures_of_ranks(work, size) == []
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 4095, 4096, 4097, 10_000, 100_001])
@@ -130,7 +142,7 @@ def test_pieces_cover_a_shard_in_order(num_rows: int) -> None:
 def test_pieces_of_a_sum_cover_it_once(outer: int, num_rows: int) -> None:
     """As many as its rows of all sequences ask for: one piece would leave nothing to compute while it travels."""
     pieces = cut_sum(outer, num_rows)
-    assert cut_sum(outer, num_rows, in_one=True) == [(slice(0, outer), slice(0, num_rows))]
+    assert cut_sum(outer, num_rows, in_one_piece=True) == [(slice(0, outer), slice(0, num_rows))]
     seen = torch.zeros(outer, num_rows, 1)
     for found, piece in zip(split(seen, pieces), pieces, strict=True):
         found += 1

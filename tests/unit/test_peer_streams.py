@@ -24,19 +24,20 @@ from comms.lane import Lane, Streams
 from comms.peer_buffers import PeerBuffers
 from comms.products import PlainProduct
 from comms.shard_transport import sum_ascending
-from tests.unit.test_peer_buffers import FakeHandle
+from tests.unit.test_peer_buffers import FakeHandle, failures_of_ranks
 
 # Seconds that a step may take, at most, by its stream; the copies of one rank are slower than everybody else's.
 JITTER = {"compute": 0.0005, "copies": 0.0005, "signals": 0.0003}
 SLOW_COPIES = 0.004
 # Forward gathers alone, too.
 SCATTERS = True, True, False
-_current = threading.local()
+# Of a rank's thread: the streams it has entered, and which rank it is.
+current = threading.local()
 
 
 def issue(step: Callable[[], object]) -> None:
     """Give a step to the current stream."""
-    _current.streams[-1].add(step)
+    current.streams[-1].add(step)
 
 
 class ThreadStream:
@@ -72,11 +73,11 @@ class ThreadStream:
         self.add(wait)
 
     def __enter__(self) -> "ThreadStream":
-        _current.streams.append(self)
+        current.streams.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _current.streams.pop()
+        current.streams.pop()
 
     def finish(self) -> None:
         assert self.record_event().wait(30), "a stream that is stuck"
@@ -84,7 +85,7 @@ class ThreadStream:
 
 class StreamLane(Lane):
     def _current(self) -> Any:
-        return _current.streams[-1]
+        return current.streams[-1]
 
 
 class StreamHandle(FakeHandle):
@@ -158,14 +159,9 @@ def finished(streams: dict[str, ThreadStream]) -> list[str]:
 
 
 def on_threads(work: Callable[[int], object], size: int) -> list[str]:
-    """Run every rank's work; who does not end."""
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    """Run every rank's work by streams: what it raised, and who does not end."""
     with by_streams(), torch.no_grad():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    return [f"rank {rank} does not end" for rank, thread in enumerate(threads) if thread.is_alive()]
+        return failures_of_ranks(work, size)
 
 
 def wrong_results(size: int, widths: list[int], seed: int, rows: int = 4) -> list[str]:
@@ -180,31 +176,28 @@ def wrong_results(size: int, widths: list[int], seed: int, rows: int = 4) -> lis
     found: list[str] = []
 
     def work(rank: int) -> None:
-        _current.streams = [streams[rank]["compute"]]
+        current.streams = [streams[rank]["compute"]]
         kept: list[tuple[Tensor, Tensor | None]] = []
-        try:
-            for scatters, (wide, weights, shards) in zip(itertools.cycle(SCATTERS), rounds, strict=False):
-                shard = shards[rank].clone()
-                inbox = ranks[rank].gather(shard)
-                total = None
-                if scatters:
-                    in_one = len(kept) % 4 > 1
-                    outbox = ranks[rank].scatter((2, size * rows, weights.shape[1]), wide, in_one)
-                    sums = _SumOfProducts(outbox, [wide[rank]], [weights[rank].t()], [StreamProduct()])
-                    sums.send()
-                whole = inbox.whole()
-                gathered = torch.full_like(whole, float("nan"))
-                copied(whole, gathered)
-                inbox.close()
-                if scatters:
-                    total = sums.total()
-                    outbox.close()
-                kept.append((gathered, total))
-                # Whose memory is then somebody else's.
-                issue(partial(shard.fill_, float("nan")))
-            found.extend(finished(streams[rank]))
-        except BaseException as failure:
-            found.append(repr(failure))
+        for scatters, (wide, weights, shards) in zip(itertools.cycle(SCATTERS), rounds, strict=False):
+            shard = shards[rank].clone()
+            inbox = ranks[rank].gather(shard)
+            total = None
+            if scatters:
+                in_one_piece = len(kept) % 4 > 1
+                factors = [wide[rank]], [weights[rank].t()], [StreamProduct()]
+                sums = _SumOfProducts(ranks[rank], *factors, weights.shape[1], in_one_piece)
+                sums.send()
+            whole = inbox.whole()
+            gathered = torch.full_like(whole, float("nan"))
+            copied(whole, gathered)
+            inbox.close()
+            if scatters:
+                total = sums.total()
+                sums.close()
+            kept.append((gathered, total))
+            # Whose memory is then somebody else's.
+            issue(partial(shard.fill_, float("nan")))
+        found.extend(finished(streams[rank]))
         for number, ((wide, weights, shards), (whole, total)) in enumerate(zip(rounds, kept, strict=False)):
             mine = slice(rank * rows, (rank + 1) * rows)
             expected = sum((wide[r] @ weights[r].t())[:, mine] for r in range(size))
@@ -237,25 +230,22 @@ def wrong_rows(size: int, seed: int) -> list[str]:
     found: list[str] = []
 
     def work(rank: int) -> None:
-        _current.streams, _current.rank = [streams[rank]["compute"]], rank
+        current.streams, current.rank = [streams[rank]["compute"]], rank
         kept: list[list[Tensor]] = []
-        try:
-            for shards, wide in rounds:
-                kept.append([])
-                # Gathers one behind the other, too; memory of operands is then somebody else's.
-                for function, operand in (
-                    (row_collectives.gathered_rows, 2 * shards[rank]),
-                    (row_collectives.gathered_rows, 3 * shards[rank]),
-                    (row_collectives.gathered_rows, shards[rank].clone()),
-                    (row_collectives.scattered_rows, wide[rank].clone()),
-                ):
-                    result = function(operand, "peers")
-                    kept[-1].append(torch.full_like(result, float("nan")))
-                    copied(result, kept[-1][-1])
-                    issue(partial(operand.fill_, float("nan")))
-            found.extend(finished(streams[rank]))
-        except BaseException as failure:
-            found.append(repr(failure))
+        for shards, wide in rounds:
+            kept.append([])
+            # Gathers one behind the other, too; memory of operands is then somebody else's.
+            for function, operand in (
+                (row_collectives.gathered_rows, 2 * shards[rank]),
+                (row_collectives.gathered_rows, 3 * shards[rank]),
+                (row_collectives.gathered_rows, shards[rank].clone()),
+                (row_collectives.scattered_rows, wide[rank].clone()),
+            ):
+                result = function(operand, "peers")
+                kept[-1].append(torch.full_like(result, float("nan")))
+                copied(result, kept[-1][-1])
+                issue(partial(operand.fill_, float("nan")))
+        found.extend(finished(streams[rank]))
         for number, ((shards, wide), (*gathered, total)) in enumerate(zip(rounds, kept, strict=False)):
             rows, whole = shards.shape[2], shards.transpose(0, 1).flatten(1, 2)
             if not all(torch.equal(a, times * whole) for a, times in zip(gathered, (2, 3, 1), strict=True)):
@@ -264,7 +254,7 @@ def wrong_rows(size: int, seed: int) -> list[str]:
                 found.append(f"rank {rank}, round {number}: sums")
 
     added = {
-        "transport_of": lambda _x, _name: ranks[_current.rank],
+        "transport_of": lambda _x, _name: ranks[current.rank],
         "group_size": lambda _name: size,
         "_add": lambda space, piece: issue(lambda: space.add_(piece)),
     }
